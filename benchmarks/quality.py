@@ -40,7 +40,7 @@ from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan import Plan
 from meshwright.planning.checks import request_of
-from meshwright.planning.parts import plan_in_stages
+from meshwright.planning.one_or_several import plan_in_stages
 from meshwright.planning.plan_for import plan_without_advice
 from meshwright.planning.refine import MARGIN, held_bytes
 from meshwright.planning.request import Planning, PlanOptions

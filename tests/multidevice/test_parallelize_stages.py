@@ -188,7 +188,7 @@ def test_one_stage_that_the_stage_search_finds_runs(monkeypatch: pytest.MonkeyPa
     """Large programs that do not fit in few microbatches are searched for stages first: where one is the best, it is
     counted and run like any other."""
     monkeypatch.setattr("meshwright.planning.stages.SMALL_PROGRAM", 0)
-    monkeypatch.setattr("meshwright.planning.parts.fits_in_few", lambda asked: False)
+    monkeypatch.setattr("meshwright.planning.one_or_several.fits_in_few", lambda asked: False)
     target = zoo.build("mlp-tiny")
     planning = mw.plan_for(target.step, (target.example_state, target.example_batch), stages=None)
     assert len(planning.plan.stages) == 1

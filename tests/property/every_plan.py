@@ -204,7 +204,7 @@ class EveryPlan:
         if stages not in self._planned:
             options = replace(self._options, stages=stages)
             # Of all devices: plans that leave the slower ones idle are not among those that are known here.
-            with patch("meshwright.planning.parts.told_apart", lambda cluster: ()):
+            with patch("meshwright.planning.device_kinds.told_apart", lambda cluster: ()):
                 self._planned[stages] = plan_without_advice(self._traces, self._args, options)
         return self._planned[stages]
 

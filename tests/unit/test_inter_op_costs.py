@@ -29,8 +29,8 @@ from meshwright.search.intra.priced import Priced
 from meshwright.search.intra.problem import IntraOpProblem
 from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.costs import StageCosts, option_of
-from meshwright.search.stages.parts import in_parts
 from meshwright.search.stages.problem import StageProblem
+from meshwright.search.stages.repeated_blocks import in_parts
 from meshwright.search.stages.solved import better_of
 from meshwright.search.stages.solver import Place
 from meshwright.solve import Problem, solve

@@ -15,8 +15,8 @@ from meshwright import value_and_grad
 from meshwright.cluster import Cluster, Device, Host, Link, host_orders, load_cluster, one_kind_alone
 from meshwright.errors import MemoryExceeded
 from meshwright.plan.io import plan_from_dict, plan_to_dict
-from meshwright.planning import checks, parts
-from meshwright.planning.parts import told_apart
+from meshwright.planning import checks, device_kinds
+from meshwright.planning.device_kinds import told_apart
 from meshwright.planning.plan_for import plan_for
 from meshwright.presets import gpipe
 from meshwright.program.staged import StagedProgram, staged_program
@@ -221,8 +221,8 @@ def test_of_two_kinds_that_are_faster_alone_one_has_the_plan(monkeypatch: pytest
         plan = replace(known.plan, predicted=predicted, notes=())
         return SearchResult(plan=plan, considered=(), program=known.program)
 
-    monkeypatch.setattr(parts, "plan_in_stages", found)
-    monkeypatch.setattr(parts, "may_have_replicas", lambda asked: False)
+    monkeypatch.setattr(device_kinds, "plan_in_stages", found)
+    monkeypatch.setattr(device_kinds, "may_have_replicas", lambda asked: False)
     plan = plan_for(chain, ARGS, cluster=cluster, stages=None)
     assert [note for note in plan.plan.notes if "alone" in note] == [
         "2 devices are idle: 1 x slow alone are faster than all"

@@ -20,10 +20,10 @@ from ..program.batch import batch_extents
 from ..program.trace import abstract
 from ..program.traces import Traces
 from ..search.inter.submeshes import Submesh, Submeshes
+from ..search.pipelines.replicas import REPLICAS
 from ..search.pipelines.request import INTERLEAVED, SIMULATED, check_remat
 from ..search.restrictions.constraints import Constraints
 from ..search.rivals import search_named
-from .replicas import REPLICAS
 from .request import DEFAULT_METHOD, PlanOptions, PlanRequest
 from .stages import SEARCHED_AS
 

@@ -25,8 +25,8 @@ from ..program.effects import effect_notes
 from ..program.traces import Traces, traces_of
 from .advice import with_advice
 from .checks import check_trials, cluster_asked, request_of
+from .device_kinds import plan_for_kinds
 from .microbatch_counts import microbatch_counts
-from .parts import plan_for_kinds
 from .refine import MARGIN, held_bytes
 from .request import DEFAULT_METHOD, Planning as Planning, PlanOptions, PlanRequest
 

@@ -11,7 +11,7 @@ from ..errors import PlanError
 from ..lowering.pipeline.local_stages import check_replicas
 from ..program.staged import staged_program
 from ..search.intra.parameters import parameter_infos
-from ..search.pipelines.replicas import REPLICAS as REPLICAS, Replicas, ReplicaSearch, like_groups
+from ..search.pipelines.replicas import Replicas, ReplicaSearch, like_groups
 from ..search.result import SearchResult
 from .microbatch_counts import microbatch_counts
 from .refine import Refinement

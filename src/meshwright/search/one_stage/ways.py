@@ -10,6 +10,7 @@ from ...program.residuals import kept_in_one_program
 from ...program.segments import Segments
 from ...program.staged import StagedProgram
 from ..alternative import one_stage_words
+from ..inter.logical_meshes import Kinds, meshes_alone
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import IntraOpSolution, trips_of
 from ..intra.workspace import AS_BAD
@@ -17,27 +18,16 @@ from ..pipelines.request import StageRequest
 from ..prices.choices import values_of_parameters
 from ..stages.problem import StageProblem
 from ..stages.solved import SolvedStage
-from ..stages.solver import Kinds, Place, StageSolver, WantedMesh, meshes_of
-
-# Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
-_THREE_AXES_OPERATORS = 150
-
-
-def meshes_alone(request: StageRequest, program: StagedProgram) -> Sequence[WantedMesh]:
-    """The logical meshes that the only stage of a plan may have."""
-    if request.mesh:
-        return request.mesh
-    small = len(program.graph.operators) <= _THREE_AXES_OPERATORS
-    found = meshes_of(request.cluster, (), max_axes=3 if small else 2)
-    return [(one.axis_names, one.shape) for one in found]
+from ..stages.solver import Place, StageSolver
 
 
 def whole_solver(request: StageRequest, program: StagedProgram) -> StageSolver:
     """What solves a program as the only stage of a plan."""
     submeshes = Submeshes(request.cluster)
+    meshes = meshes_alone(request.cluster, request.mesh, len(program.graph.operators))
     return StageSolver(
         program, parameters=request.parameters, submeshes=submeshes, constraints=request.constraints,
-        kinds=Kinds(submeshes, meshes_alone(request, program)), alone=True,
+        kinds=Kinds(submeshes, meshes), alone=True,
     )  # fmt: skip
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from ...cluster import Cluster
 from ...errors import MemoryExceeded, PlanError, room_words, size_words
 from ...program.staged import StagedProgram
+from ..inter.logical_meshes import WantedMesh
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import ParameterInfo
 from ..restrictions.constraints import Constraints
-from ..stages.solver import WantedMesh
 
 # A program that runs more operators is one for several stages; up to this many, one stage is soon planned, and bounds
 # the search for more.

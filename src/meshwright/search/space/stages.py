@@ -13,16 +13,16 @@ from math import isfinite
 from ...cluster import LogicalMesh
 from ...errors import PlanError
 from ...program.staged import StagedProgram
+from ..inter.logical_meshes import Kinds, meshes_alone
 from ..inter.submeshes import Submesh, Submeshes
 from ..one_stage.driver import GAP as GAP
-from ..one_stage.ways import meshes_alone
 from ..pipelines.request import StageRequest, check_layers, check_request, placements
 from ..prices.choices import OperatorChoice
 from ..stages.costs import StageCosts
 from ..stages.problem import StageProblem
 from ..stages.reserve import MemoryReserve, nothing_reserved
 from ..stages.solved import SolvedStage
-from ..stages.solver import Kinds, Place
+from ..stages.solver import Place
 from .choice import Choice, LayoutNumbers, StageChoice
 from .layouts import Layouts
 
@@ -128,7 +128,8 @@ class Stages:
     def costs_of_program(self, program: StagedProgram, *, alone: bool) -> StageCosts:
         """The same of the program cut in another way."""
         request = self.request
-        own = {self.whole: meshes_alone(request, self.program(self.counts[0]))} if alone else None
+        operators = len(self.program(self.counts[0]).graph.operators)
+        own = {self.whole: meshes_alone(request.cluster, request.mesh, operators)} if alone else None
         costs = StageCosts(
             program, parameters=request.parameters, submeshes=self.submeshes, constraints=request.constraints,
             remat=request.remat, meshes=request.mesh, own_meshes=own, alone=alone,

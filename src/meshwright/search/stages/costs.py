@@ -17,15 +17,16 @@ from math import inf
 import numpy as np
 
 from ...program.staged import StagedProgram
+from ..inter.logical_meshes import Kinds, WantedMesh
 from ..inter.problem import Crossing, InterOpProblem, Option, PlacedStage, best_of, loose_ends
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import ParameterInfo
 from ..restrictions.constraints import Constraints
 from .estimates import StageEstimates
-from .parts import in_parts
+from .repeated_blocks import in_parts
 from .reserve import MemoryReserve
 from .solved import SolvedStage, better_of
-from .solver import RANGE_GAP, Kinds, Place, StageSolver, WantedMesh
+from .solver import RANGE_GAP, Place, StageSolver
 
 
 class StageCosts:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf
 from typing import Any
 
-from ...cluster import Cluster, Device, LogicalMesh
 from ...program.cut import Cut
 from ...program.graph import Graph
 from ...program.segments import Segments
 from ...program.staged import StagedProgram
 from ...solve import Infeasible, Unsolved
-from ..inter.submeshes import Submesh, Submeshes
+from ..inter.logical_meshes import Kinds
+from ..inter.submeshes import Submeshes
 from ..intra.priced import Priced
 from ..intra.problem import IntraOpSolution, ParameterInfo
 from ..intra.workspace import Workspace
@@ -21,12 +21,6 @@ from ..restrictions.constraints import Constraints
 from .problem import StageProblem
 from .ranges import Ranges
 from .solved import SolvedStage
-
-# A logical mesh that is asked for: names and sizes of its axes.
-WantedMesh = tuple[tuple[str, ...], tuple[int, ...]]
-
-# The inner axis of a logical mesh spans two hosts at most, or so many devices.
-_NEAR = 8
 
 # Ranges are solved to this relative gap: more than the cost model knows.
 RANGE_GAP = 1e-2
@@ -42,44 +36,6 @@ class Place:
     last: int
     kind: int
     mesh: int
-
-
-class Kinds:
-    """Classes of submeshes on which a stage costs the same and has the same logical meshes, numbered on first use.
-
-    Args:
-      submeshes: of the cluster.
-      meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
-      own_meshes: the same for submeshes that have their own.
-
-    Attributes:
-      meshes: of each kind its logical meshes.
-      devices: of each kind what it is made of; of several kinds of device one that has the least of each.
-    """
-
-    def __init__(
-        self,
-        submeshes: Submeshes,
-        meshes: Sequence[WantedMesh] = (),
-        own_meshes: Mapping[Submesh, Sequence[WantedMesh]] | None = None,
-    ) -> None:
-        self.meshes: list[tuple[LogicalMesh, ...]] = []
-        self.devices: list[Device] = []
-        self._submeshes, self._wanted, self._own = submeshes, meshes, own_meshes or {}
-        self._numbers: dict[Any, int] = {}
-        self._of: dict[Submesh, int] = {}
-
-    def __getitem__(self, submesh: Submesh) -> int:
-        if submesh not in self._of:
-            wanted = self._own.get(submesh, self._wanted)
-            kind = self._submeshes.kind(submesh), tuple(wanted)
-            if kind not in self._numbers:
-                self._numbers[kind] = len(self._numbers)
-                part = self._submeshes.part(submesh)
-                self.meshes.append(meshes_of(part, wanted))
-                self.devices.append(part.device)
-            self._of[submesh] = self._numbers[kind]
-        return self._of[submesh]
 
 
 class StageSolver:
@@ -418,25 +374,3 @@ class StageSolver:
             cut=cut, problem=problem, chosen=chosen, mesh=self.meshes[place.kind][place.mesh],
             segments=segments, seconds=problem.seconds(chosen.solution.choices, chosen.solution.objective),
         )  # fmt: skip
-
-
-def meshes_of(part: Cluster, wanted: Sequence[WantedMesh], *, max_axes: int = 2) -> tuple[LogicalMesh, ...]:
-    """The logical meshes of a cluster, one for each set of axes: other orders of the same axes give the same plans. The
-    innermost axis spans two hosts at most, since collectives of every layer do not pay over more; and two axes can do
-    what one of as many devices can.
-
-    Args:
-      part: the cluster, or a submesh of it.
-      wanted: names and sizes of axes; none for all.
-      max_axes: at most so many axes where none are wanted.
-    """
-    if wanted:
-        return tuple(part.logical_mesh(sizes, names) for names, sizes in wanted if prod(sizes) == part.num_devices)
-    found: dict[Any, LogicalMesh] = {}
-    near = max(2 * max(host.devices for host in part.hosts), _NEAR)
-    shapes = tuple(part.logical_shapes(max_axes=max_axes))
-    for shape in [shape for shape in shapes if shape[-1] <= near] or shapes:
-        mesh = part.logical_mesh(shape)
-        key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
-        found.setdefault(key, mesh)
-    return tuple(found.values())
