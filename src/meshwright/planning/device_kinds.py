@@ -1,5 +1,4 @@
-"""Clusters of several kinds of device: stages over all of them, a replica for each kind, or one kind alone, which leaves
-the others idle."""
+"""Clusters of several kinds of device: stages over all, a replica for each kind, or one kind alone, the others idle."""
 
 from __future__ import annotations
 
