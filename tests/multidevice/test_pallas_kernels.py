@@ -306,7 +306,7 @@ def test_what_asks_for_a_gpu_is_answered_for_the_one_that_is_planned_for() -> No
         mw.plan_for(wide, samples(16), cluster="dgx-a100-40:1")
 
 
-@pytest.mark.parametrize("cluster", ["dgx-h100:1", "tpu-v5p:8"])
+@pytest.mark.parametrize("cluster", ["dgx-h100:1", pytest.param("tpu-v5p:8", marks=pytest.mark.slow)])
 def test_a_reference_model_with_the_attention_of_its_devices(cluster: str) -> None:
     """Its scores, 16 GB of a sample, are in no plan's memory, and it takes less than two thirds of the time."""
     plain, fused = (

@@ -198,7 +198,7 @@ class Priced:
             patched.setattr(
                 intra_op,
                 "node_merging_of_one_program",
-                lambda *args: replace(node_merging_of_one_program(*args), merged_into={}),
+                lambda *args, **more: replace(node_merging_of_one_program(*args, **more), merged_into={}),
             )
             self.problem = problem()
             # As the search counts memory: with what the backward pass makes beside what is kept.

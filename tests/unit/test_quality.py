@@ -52,6 +52,7 @@ def test_shapes_divide_layers_and_batch() -> None:
     assert all(one.stages == 2 for one in shapes(4, 8, 2) if one.chunks > 1)
 
 
+@pytest.mark.slow
 def test_the_best_plan_of_all_shapes_is_found(step: tuple[Traces, Any]) -> None:
     presets = [one for one in shapes(8, 8, 32) if one.size("tensor") == 2 and one.stages == 2]
     alone = {}
