@@ -105,7 +105,7 @@ def test_a_plan_is_compiled_by_the_compiler_of_its_gpus(cluster: str, stages: in
     devices = target_devices(described, found.plan)
     assert [one.device_kind for one in devices if one is not None] == [described.device.kind] * found.plan.num_devices
     step = executable(without_effects(found.program), found.plan, devices)
-    for facts in facts_of(step, found.plan, clock_hertz=0.0):
+    for facts in facts_of(step, found.plan, cluster=described):
         assert facts.flops[0] == facts.flops[1]
         assert facts.rematerialised == 0
         for kind in facts.predicted.keys() | facts.compiled.keys():
