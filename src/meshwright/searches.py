@@ -16,7 +16,7 @@ from typing import Any
 
 from .cluster import Cluster
 from .errors import PlanError
-from .planning.checks import request_of
+from .planning.checks import as_traced_for, request_of
 from .planning.method import choice_words, space_of
 from .planning.request import PlanOptions
 from .program.traces import traces_of
@@ -112,14 +112,15 @@ def run_searches(
     searches = [search_named(name) for name in (SEARCH_NAMES if methods is None else methods)]
     wanted: dict[str, Any] = {"stages": None, **options}
     asked_for = PlanOptions(cluster=cluster, time_limit_seconds=time_limit_seconds, **wanted)
-    asked = request_of(traces_of(step), args, asked_for, started=perf_counter(), tell=tell)
-    asked.expectations.give_up()  # every number of microbatches is traced: nothing has to be searched again
-    tell("tracing")
-    space = space_of(asked)
-    found = []
-    for search in searches:
-        found.append(_searched(search, Space(space.request), time_limit_seconds, seed, tell))
-        gc.collect()  # a space holds up to a gigabyte, in cycles, and the next method begins another one
+    with as_traced_for(asked_for):
+        asked = request_of(traces_of(step), args, asked_for, started=perf_counter(), tell=tell)
+        asked.expectations.give_up()  # every number of microbatches is traced: nothing has to be searched again
+        tell("tracing")
+        space = space_of(asked)
+        found = []
+        for search in searches:
+            found.append(_searched(search, Space(space.request), time_limit_seconds, seed, tell))
+            gc.collect()  # a space holds up to a gigabyte, in cycles, and the next method begins another one
     return tuple(sorted(found, key=lambda one: one.step_seconds))
 
 

@@ -20,6 +20,8 @@ from one_device import assert_as_on_one_device
 
 import meshwright as mw
 from meshwright.program.rules import ReplicationWarning
+from meshwright.schemes import analyse
+from meshwright.searches import run_searches
 from meshwright.targets import load_target
 
 Function = Callable[..., Any]
@@ -322,5 +324,13 @@ def test_a_reference_model_with_the_attention_of_its_devices(cluster: str) -> No
 def test_an_attention_that_there_is_not_is_refused() -> None:
     with pytest.raises(mw.PlanError, match="plain or fused"):
         load_target("llama-tiny", attention="flash")
+    with pytest.raises(mw.PlanError, match="needed bfloat16 or float16"):
+        load_target("llama-tiny", attention="fused", cluster="dgx-h100:1")
     with pytest.raises(mw.PlanError, match="needed a model whose attention can be set"):
         load_target("wresnet-tiny", attention="fused")
+
+
+def test_schemes_and_searches_answer_for_gpus_that_are_not_here_too() -> None:
+    args = weights(), batch()
+    assert analyse(step_of(cudnn), args, cluster="dgx-h100:1")
+    assert run_searches(step_of(cudnn), args, cluster="dgx-h100:1", methods=["bfs"], time_limit_seconds=2)

@@ -286,6 +286,10 @@ _KNOWN: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+def _is_whole_number(value: Any) -> bool:
+    return value is not None and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biu"
+
+
 def _starts_anew(equation: Equation, axis: int, outputs: Sequence[Sequence[_Read]]) -> bool:
     """Whether a body overwrites, at each point of an axis of the grid, whatever the point before may have left in
     scratch memory and in results that several points write to, before it reads any of it: at the first point of all
@@ -308,9 +312,9 @@ def _starts_anew(equation: Equation, axis: int, outputs: Sequence[Sequence[_Read
             inner = list(_programs(one))
             if name in _PLACE:
                 place = counted[one.params["axis"]]
-                if name == "num_programs":
+                if name == "num_programs" and isinstance(mapping.grid[place], int):
                     known[one.outvars[0]] = mapping.grid[place]
-                elif place > axis:
+                elif name == "program_id" and place > axis:
                     known[one.outvars[0]] = 0
             elif name == "cond":
                 branches = inner if values[0] is None else [inner[int(values[0])]]
@@ -327,7 +331,7 @@ def _starts_anew(equation: Equation, axis: int, outputs: Sequence[Sequence[_Read
                 # All of it: places that are arrays may be any.
                 if value.aval.shape == one.invars[0].aval.shape and not any(a.aval.shape for a in one.invars[2:]):
                     written = written | {to}
-            elif name in _KNOWN and None not in values:
+            elif name in _KNOWN and all(map(_is_whole_number, values)):
                 known[one.outvars[0]] = _KNOWN[name](*values)
             elif not read <= written:
                 raise _Carried

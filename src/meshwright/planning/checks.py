@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from math import isfinite
@@ -11,8 +12,10 @@ from typing import Any
 import jax
 from jax import process_count
 
+from .._jax.cudnn import as_on
 from .._jax.devices import named_devices
 from ..cluster import Cluster, cluster_of, load_cluster
+from ..compilers.gpu_target import compute_capability
 from ..errors import PlanError
 from ..notes.device_memory import with_given_memory, with_memory_here
 from ..presets import Preset, check_free, parse_preset
@@ -76,6 +79,12 @@ def request_of(
         started=started, time_limit_seconds=options.time_limit_seconds, tell=tell,
         may_idle=(options.cluster != "local" and options.devices is None) or process_count() == 1,
     )  # fmt: skip
+
+
+def as_traced_for(options: PlanOptions) -> AbstractContextManager[None]:
+    """Trace as on the devices of the cluster that is asked for; those that are here answer for themselves."""
+    where = cluster_asked(options) if options.cluster != "local" else None
+    return as_on(compute_capability(where.device.kind) if isinstance(where, Cluster) else None)
 
 
 def cluster_asked(options: PlanOptions) -> Any:

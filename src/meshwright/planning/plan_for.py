@@ -10,11 +10,9 @@ from typing import Any
 from jax import devices as devices_of_jax, process_count
 
 from .._jax.context import no_mesh
-from .._jax.cudnn import as_on
 from .._jax.devices import named_devices
 from .._jax.jitted import bound_to_static
 from ..cluster import Cluster
-from ..compilers.gpu_target import compute_capability
 from ..errors import MemoryExceeded, PlanError
 from ..notes.device_memory import memory_notes
 from ..notes.replicated_work import replicated_work
@@ -24,7 +22,7 @@ from ..presets import Preset
 from ..program.effects import effect_notes
 from ..program.traces import Traces, traces_of
 from .advice import with_advice
-from .checks import check_trials, cluster_asked, request_of
+from .checks import as_traced_for, check_trials, cluster_asked, request_of
 from .device_kinds import plan_for_kinds
 from .microbatch_counts import microbatch_counts
 from .refine import MARGIN, held_bytes
@@ -127,8 +125,7 @@ def plan_without_advice(
     tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:  # fmt: skip
     """As `plan_for`, whose arguments these are; refusals for memory do not say what would fit instead."""
-    where = cluster_asked(options) if options.cluster != "local" else None  # which answers itself
-    with as_on(compute_capability(where.device.kind) if isinstance(where, Cluster) else None):
+    with as_traced_for(options):
         return _planned(step, args, options, tell)
 
 

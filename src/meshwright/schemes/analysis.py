@@ -18,7 +18,7 @@ from .._jax.context import no_mesh
 from ..cluster import Cluster, load_cluster
 from ..errors import PlanError
 from ..plan import Memory
-from ..planning.checks import request_of
+from ..planning.checks import as_traced_for, request_of
 from ..planning.microbatch_counts import microbatch_counts
 from ..planning.programs import StepPrograms
 from ..planning.request import PlanOptions
@@ -139,19 +139,20 @@ def analyse(
                 refused=f"the number of {name}", got=str(number), needed=f"{least} or more", where=f"{name}=",
                 try_=f"{name}={least}",
             )  # fmt: skip
-    traces = traces_of(step)
-    found = _Schemes(traces, args, where, microbatches, stages)
-    program = found.program(1 if microbatches is None else microbatches)
-    if not program.marked:
-        raise PlanError(
-            refused="the schemes", got=program.marks.got,
-            needed="a step whose loss function is marked, so that its parameters are known", where=traces.name,
-            try_=program.marks.advice,
-        )  # fmt: skip
-    answers = []
-    for scheme in schemes:
-        tell(scheme.title)
-        answers.append(found.of(scheme))
+    with as_traced_for(PlanOptions(cluster=where)):
+        traces = traces_of(step)
+        found = _Schemes(traces, args, where, microbatches, stages)
+        program = found.program(1 if microbatches is None else microbatches)
+        if not program.marked:
+            raise PlanError(
+                refused="the schemes", got=program.marks.got,
+                needed="a step whose loss function is marked, so that its parameters are known", where=traces.name,
+                try_=program.marks.advice,
+            )  # fmt: skip
+        answers = []
+        for scheme in schemes:
+            tell(scheme.title)
+            answers.append(found.of(scheme))
     return tuple(answers)
 
 
