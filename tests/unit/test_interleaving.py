@@ -154,14 +154,19 @@ def nothing(cut: Any, stages: Any, chunks: int) -> None:
     """The candidate of stages that never fit."""
 
 
+def over(whole: StageCosts, *counts: int) -> Interleaving:
+    """The search over these numbers of microbatches, of which all have the same costs."""
+    request: Any = SimpleNamespace(
+        cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
+        stages=None, mesh=(), by_microbatches=dict.fromkeys(counts),
+    )  # fmt: skip
+    return Interleaving(request, cast(Any, lambda count: whole), nothing)
+
+
 def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -> None:
     """A step that cannot be cut into few microbatches, though into more."""
     whole = costs()
-    request: Any = SimpleNamespace(
-        cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
-        stages=None, mesh=(), by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None},
-    )  # fmt: skip
-    interleaving = Interleaving(request, cast(Any, lambda count: whole), nothing)
+    interleaving = over(whole, MICROBATCHES // 2, MICROBATCHES)
     tries = interleaving._tries([MICROBATCHES // 2, MICROBATCHES], [MICROBATCHES], inf)
     assert tries
     assert {count for count, _, _ in tries} == {MICROBATCHES}
@@ -169,11 +174,7 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
 
 def test_all_ranks_are_tried_whatever_plans_have_been_found() -> None:
     whole = costs()
-    request: Any = SimpleNamespace(
-        cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
-        stages=None, mesh=(), by_microbatches={MICROBATCHES: None},
-    )  # fmt: skip
-    interleaving = Interleaving(request, cast(Any, lambda count: whole), nothing)
+    interleaving = over(whole, MICROBATCHES)
     devices = whole.submeshes.cluster.num_devices
     ranks = {one for _, one, _ in interleaving._tries([MICROBATCHES], [MICROBATCHES], inf)}
     assert ranks == {n for n in range(2, devices + 1) if devices % n == 0 and MICROBATCHES % n == 0}
@@ -193,11 +194,7 @@ def test_the_busiest_rank_is_told_before_its_stages_are_solved(chunks: int) -> N
 
 def test_what_took_long_in_more_memory_is_tried_last() -> None:
     whole = costs()
-    request: Any = SimpleNamespace(
-        cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
-        stages=None, mesh=(), by_microbatches={MICROBATCHES: None},
-    )  # fmt: skip
-    interleaving = Interleaving(request, cast(Any, lambda count: whole), nothing)
+    interleaving = over(whole, MICROBATCHES)
     (_, ranks, ways), *_ = interleaving._tries([MICROBATCHES], [MICROBATCHES], inf)
     first, *others = ways
     interleaving._before[MICROBATCHES, ranks, first] = 1000 * ways[first]
