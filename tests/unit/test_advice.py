@@ -17,6 +17,7 @@ import meshwright as mw
 from meshwright import presets
 from meshwright.cluster import Cluster
 from meshwright.search.inter.submeshes import Submeshes
+from meshwright.zoo import gpt
 
 ADAM = optax.adam(1e-3)
 
@@ -245,3 +246,14 @@ def test_a_microbatch_of_one_example_is_a_batch(microbatches: int | None) -> Non
     step, args = network(width=64, batch=8)
     plan = mw.plan_for(step, args, preset="gpipe(8)", microbatches=microbatches, cluster="p4d.24xlarge:1").plan
     assert (plan.microbatches, len(plan.stages)) == (8, 8)
+
+
+def test_as_many_stages_as_there_is_room_for_are_no_matter_of_how_layers_are_joined() -> None:
+    """Thirty blocks and a head are fifteen equal layers of at most sixteen, which is no reason to refuse sixteen."""
+    config = gpt.GPTConfig(
+        name="gpt", hidden=64, layers=30, heads=2, sequence=32, vocabulary=128, global_batch=16, scan=True
+    )
+    target = gpt.build(config)
+    args = (target.example_state, target.example_batch)
+    plan = mw.plan_for(target.step, args, cluster="p3.16xlarge:2", stages=16, microbatches=16, remat="none").plan
+    assert len(plan.stages) == 16

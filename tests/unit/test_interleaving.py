@@ -234,12 +234,13 @@ def test_layers_without_a_layout_leave_those_before_them_alone() -> None:
 
 def test_what_was_tried_says_how_far_estimates_are_off_at_least() -> None:
     tried = {(8, 2, 4): 1.5, (4, 8, 6): 1.1, (4, 8, 12): 1.3}
-    assert _missed({}, 16, 4) == 1.0
-    assert _missed(tried, 8, 4) == 1.0, "of four ranks nothing is known, whatever else is four"
-    assert _missed(tried, 8, None) == 1.1, "of all the least"
-    assert _missed(tried, 32, 2) == 1.5, "as many ranks"
-    assert _missed(tried, 4, 8) == 1.1, "the least of them"
-    assert _missed(tried, 4, 2) == 1.0, "of larger microbatches nothing is known"
+    assert _missed({}, (16, 4, 4)) == 1.0
+    assert _missed(tried, (8, 4, 12)) == 1.0, "of four ranks nothing is known, whatever else is four"
+    assert _missed(tried, (8, None, 12)) == 1.1, "of all the least"
+    assert _missed(tried, (32, 2, 4)) == 1.5, "as many ranks"
+    assert _missed(tried, (4, 8, 12)) == 1.1, "the least of them"
+    assert _missed(tried, (4, 2, 4)) == 1.0, "of larger microbatches nothing is known"
+    assert _missed(tried, (32, 2, 2)) == 1.0, "of fewer stages nothing is known"
 
 
 def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,13 @@ class StepPrograms(Mapping[int, StagedProgram]):
             scanned = stages == 1 or main_scan(program) is not None
             return equal_stages(program, stages, None if scanned else asked.traces.staged(program))
         layers = 2 * DEFAULT_LAYERS if asked.cluster.num_devices > _MANY_DEVICES else DEFAULT_LAYERS
-        return asked.traces.staged(program, tuple(self._traced), max(layers, asked.stages or 0))
+        stages = asked.stages or 0
+        found = asked.traces.staged(program, tuple(self._traced), max(layers, stages))
+        more = 1
+        while len(found.layers) < stages and more <= stages:  # equal layers may be fewer than there may be
+            found = asked.traces.staged(program, tuple(self._traced), stages + more)
+            more *= 2
+        return found
 
     @cached_property
     def any(self) -> StagedProgram:

@@ -119,21 +119,21 @@ class Interleaving:
                     key = count, ranks, n
                     before = self._before.get(key, 0.0)
                     if before < below_seconds:
-                        most = below_seconds / _missed(self._ratios, count, ranks)
+                        most = below_seconds / _missed(self._ratios, key)
                         ways[n] = 0.0 if self._asked else min(self._expected(one, *key, most) for one in near)
                         if before and 0.0 < ways[n] < inf:  # it takes no less in less memory
                             self._ratios.setdefault(key, before / ways[n])
                 least = min((self._scaled((count, ranks, n), one) for n, one in ways.items()), default=inf)
                 if least < below_seconds:
                     # With other numbers of ranks estimates are off as well: that only says what to try first.
-                    least = max(least, _missed(self._ratios, count, None) * min(ways.values()))
+                    least = max(least, _missed(self._ratios, (count, None, max(ways))) * min(ways.values()))
                     found.append((least, (count, ranks, ways)))
         found.sort(key=lambda one: (one[0], *one[1][:2]))
         return [one for _, one in found]
 
     def _scaled(self, key: _Key, expected: float) -> float:
         """Estimated seconds by the error of the most similar candidate tried, and no less than in more memory."""
-        return max(_missed(self._ratios, *key[:2]) * expected, self._before.get(key, 0.0))
+        return max(_missed(self._ratios, key) * expected, self._before.get(key, 0.0))
 
     def _expected(self, known: int, count: int, ranks: int, chunks: int, below_seconds: float) -> float:
         """A lower bound, as far as estimates are, on the step of an even cut. Left out are transfers between stages,
@@ -247,8 +247,13 @@ def _step_seconds(each: np.ndarray, microbatches: int, chunks: int) -> float:
     return float((microbatches * each + np.cumsum([0.0, *each[:-1]]) / chunks).max())
 
 
-def _missed(ratios: Mapping[_Key, float], microbatches: int, ranks: int | None) -> float:
+def _missed(ratios: Mapping[_Key, float], key: tuple[int, int | None, int]) -> float:
     """The least ratio of seconds to estimate of tries with as many ranks, or of all: estimates leave out transfers
-    between stages. Smaller microbatches lose more, so their ratios do not count for larger ones."""
-    known = (one for (count, of, _), one in ratios.items() if count <= microbatches and ranks in (of, None))
+    between stages, and that cuts are uneven. Smaller microbatches and more stages lose more, so that their ratios do
+    not count for larger and fewer."""
+    count, ranks, chunks = key
+    known = (
+        one for (microbatches, of, stages), one in ratios.items()
+        if microbatches <= count and stages <= chunks and ranks in (of, None)
+    )  # fmt: skip
     return min(known, default=1.0)

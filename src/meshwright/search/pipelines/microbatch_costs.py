@@ -93,8 +93,8 @@ class MicrobatchCosts:
         own = dict(zip(self._places, ([mesh] for mesh in request.stage_meshes or ()), strict=False))
         made = StageCosts(
             program, parameters=request.parameters, submeshes=self._submeshes, constraints=request.constraints,
-            remat=request.remat,
-            meshes=request.mesh, own_meshes=own, coarser=coarser, check=self._check,
+            remat=request.remat, meshes=request.mesh, own_meshes=own, coarser=coarser, check=self._check,
+            most_layers=len(program.layers) + 1 - (request.stage_count or 1),
         )  # fmt: skip
         made.reserve(self.reserve(program.microbatches))
         return made

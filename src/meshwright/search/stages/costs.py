@@ -43,6 +43,7 @@ class StageCosts:
       coarser: of the same program in fewer microbatches, whose estimates bound these; None for none.
       check: called before what can take long; raises `OutOfTime` where there is no time for it.
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
+      most_layers: of a stage: how many a given number of stages leaves for one; None for all.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StageCosts:
         coarser: StageCosts | None = None,
         check: Callable[[], None] = lambda: None,
         alone: bool = False,
+        most_layers: int | None = None,
     ) -> None:
         self.program = program
         self.submeshes = submeshes
@@ -73,7 +75,7 @@ class StageCosts:
         self.solver = solver(program)
         of_parts = self.solver if parts is program else solver(parts)
         bounds = coarser.estimates if coarser is not None else None
-        self.estimates = StageEstimates(program, of_parts, remat, bounds, check)
+        self.estimates = StageEstimates(program, of_parts, remat, bounds, check, most_layers)
         self.check = check
         self._reserve = MemoryReserve()
         self._limits: dict[tuple[int, bool, str], float] = {}

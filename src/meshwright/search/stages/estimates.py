@@ -76,21 +76,23 @@ class StageEstimates:
       coarser: of the same layers in fewer microbatches, or None. Cutting a microbatch makes no work less: what they
         take is a bound that saves looking at most logical meshes.
       check: as of `PartRows`.
+      most_layers: of a stage; None for no bound.
     """
 
     def __init__(
         self, program: StagedProgram, solver: StageSolver, remat: str | None, coarser: StageEstimates | None = None,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None, most_layers: int | None = None,
     ) -> None:  # fmt: skip
         self.program = program
         self.solver = solver
         # While it is set, ranges whose fastest layouts do not fit are left out.
         self.only_easy = False
-        self.parts = PartRows(solver, check)
+        self.parts, self._check = PartRows(solver, check), check
         self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         # Of each layer the number of its first part, and the number of all parts.
         self._starts = np.array([*(starts[start] for start, _ in program.layers), len(solver.program.layers)])
+        self._most_layers = len(program.layers) if most_layers is None else most_layers
         same = coarser is not None and np.array_equal(coarser._starts, self._starts)
         self._coarser = coarser if same else None
         self._reserve = MemoryReserve()
@@ -294,7 +296,9 @@ class StageEstimates:
     def _table(self, kind: int, in_flight: tuple[int, ...], share: float) -> RangeTable:
         key = kind, in_flight, share, self.only_easy
         if key not in self._tables:
+            self._check()
             ranges = np.array(np.triu_indices(len(self._starts), 1))
+            ranges = ranges[:, ranges[1] - ranges[0] <= self._most_layers]
             most = self._most[kind][*ranges] if kind in self._most else np.full(ranges.shape[1], np.inf)
             self._tables[key] = table = self._made(kind, in_flight, share, ranges, most)
             for place, number in enumerate(in_flight):
