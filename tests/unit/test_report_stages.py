@@ -152,8 +152,8 @@ def test_stages_on_the_same_devices_add_up() -> None:
     assert first.held_bytes == pytest.approx((2 * 4 + 4 / 8 + 2 / 8 + 1) * MIB)
     assert first.share == pytest.approx(first.held_bytes / (10 * MIB))
     text = explain_plan(plan)
-    assert "stages: 4 on 2 ranks, schedule interleaved_one_f_one_b" in text
-    assert "predicted memory: 9.8 MiB (97.5 % of the limit) on the fullest devices, of stages 1, 3" in text
+    assert "stages: 4 on 2 ranks, in turn, schedule interleaved_one_f_one_b" in text
+    assert "predicted memory: 9.8 MiB (97.5 % of the limit) on the fullest devices, of rank 1" in text
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=40))

@@ -132,6 +132,12 @@ def test_what_was_considered_in_parts_whose_plan_is_not_taken_is_told() -> None:
     assert [line for line in considered_lines(best(*parts).considered) if line.startswith("a, ")]
 
 
+def test_of_many_ways_that_were_not_searched_those_with_the_least_bounds_are_told() -> None:
+    ways = [Considered(f"mesh {n}", searched=False, least_seconds=float(n)) for n in (7, 3, 9, 4, 6, 5)]
+    (line,) = considered_lines(ways)
+    assert line == "not searched, at least 3.0 s: mesh 3; mesh 4; mesh 5; mesh 6; 2 more"
+
+
 def late(faster_than_seconds: float, time_limit_seconds: float) -> SearchResult:
     """A search that runs out of time."""
     raise NothingFaster(0.0, (Considered(8, "not written out, out of time"),))

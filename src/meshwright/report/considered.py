@@ -9,6 +9,9 @@ from math import inf
 from ..search.considered import Considered
 from .table import format_seconds
 
+# Of ways that were not searched so many are told, those with the least bounds; `meshwright plan --json` has all.
+_MOST_TOLD = 4
+
 
 def considered_lines(considered: Iterable[Considered]) -> Iterator[str]:
     """The candidates of a search put together, those of each part of the space apart.
@@ -62,7 +65,9 @@ def _lines(considered: Iterable[Considered]) -> Iterator[str]:
         yield f"{', '.join(map(str, counts))} microbatches: {words}"
     for how, least in ruled_out.items():
         counts = ", ".join(str(what) for what in least if isinstance(what, int))
-        names = [f"{counts} microbatches"] * bool(counts) + [what for what in least if isinstance(what, str)]
+        ways = sorted((what for what in least if isinstance(what, str)), key=least.__getitem__)
+        more = [f"{len(ways) - _MOST_TOLD} more"] * (len(ways) > _MOST_TOLD)
+        names = [f"{counts} microbatches"] * bool(counts) + ways[:_MOST_TOLD] + more
         yield f"{how}, at least {format_seconds(min(least.values()))}: {'; '.join(names)}"
     yield from others
 

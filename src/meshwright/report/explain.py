@@ -122,9 +122,13 @@ def _header(plan: Plan) -> Iterator[str]:
         yield f"stages: {len(plan.stages)}{_ranks(plan)}" + (
             f", schedule {plan.schedule}" if len(plan.stages) > 1 else ""
         )
-    fullest = max(rank_memory(plan), key=lambda rank: (rank.share, rank.held_bytes))
+    ranks = rank_memory(plan)
+    fullest = max(ranks, key=lambda rank: (rank.share, rank.held_bytes))
     held = memory_words(fullest.held_bytes, fullest.limit_bytes, " of the limit")
-    of = f", of {stage_words(fullest.stages, _noun(plan))}" if len(plan.stages) > 1 else ""
+    where = stage_words(fullest.stages, _noun(plan))
+    if len(ranks) < len(plan.stages):
+        where = stage_words([ranks.index(fullest)], "rank")
+    of = f", of {where}" if len(plan.stages) > 1 else ""
     yield f"predicted memory: {held} on the fullest devices{of}"
     predicted = plan.predicted
     if predicted is None:
@@ -151,7 +155,7 @@ def _noun(plan: Plan) -> str:
 def _ranks(plan: Plan) -> str:
     """Of interleaved stages, on how many sets of devices they lie."""
     ranks = len({stage.devices for stage in plan.stages})
-    return f" on {counted(ranks, 'rank')}" if 1 < ranks < len(plan.stages) else ""
+    return f" on {counted(ranks, 'rank')}, in turn" if 1 < ranks < len(plan.stages) else ""
 
 
 def _strategies(plan: Plan) -> Iterator[tuple[str, Sequence[str]]]:

@@ -133,7 +133,9 @@ def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float
         "the bubble": slowest.bubble,
     }  # fmt: skip
     noun = "replica" if plan.shares else "stage"
-    busiest = stage_words(slowest.stages, noun)
+    # Where stages share devices these have the number of their rank: all of their stages would be long to say.
+    shared = any(len(rank.stages) > 1 for rank in ranks)
+    busiest = stage_words([ranks.index(slowest)], "rank") if shared else stage_words(slowest.stages, noun)
     told = [
         f"{name} {format_percent(s / step)}"
         for name, s in sorted(shares.items(), key=lambda x: -x[1])
@@ -145,11 +147,12 @@ def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float
     elif len(ranks) > 1:
         yield f"work is even: balance {format_percent(balance)}"
     memory = rank_memory(plan)
-    full = [rank for rank in memory if rank.share >= BINDS]
+    full = [number for number, rank in enumerate(memory) if rank.share >= BINDS]
     if full:
-        stages = [number for rank in full for number in rank.stages]
-        most = max(rank.share for rank in full)
-        yield f"memory binds on {stage_words(stages, noun)}: up to {format_percent(most)} of what a device has"
+        stages = [stage for number in full for stage in memory[number].stages]
+        most = max(memory[number].share for number in full)
+        where = stage_words(full, "rank") if shared else stage_words(stages, noun)
+        yield f"memory binds on {where}: up to {format_percent(most)} of what a device has"
     again = [number for number, stage in enumerate(plan.stages) if stage.rematerialised]
     if again:
         forward = {n: plan.microbatches_of(n) * plan.stages[n].forward_seconds for n in again}
@@ -165,18 +168,22 @@ def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float
 
 
 def why_table(found: Why, *, noun: str = "stage", width: int | None = None) -> str:
-    """A row for ranks of which the same is printed; hidden collectives only where there are any.
+    """A row for ranks of which the same is printed, called by their stages where each has only one; hidden collectives
+    only where there are any.
 
     Args:
       found: of a plan.
       noun: stage or replica.
       width: of the page, characters.
     """
-    heads = (f"{noun}s", "compute", "exposed collectives", "update and other", "transfers", "bubble")
+    shared = any(len(rank.stages) > 1 for rank in found.ranks)
+    of = "ranks" if shared else f"{noun}s"
+    heads = (of, "compute", "exposed collectives", "update and other", "transfers", "bubble")
     hidden = any(rank.hidden for rank in found.ranks)
     rows: list[tuple[str, ...]] = []
     for ranks, cells in grouped([_cells(rank, hidden=hidden) for rank in found.ranks]):
-        rows.append((number_words(stage for rank in ranks for stage in found.ranks[rank].stages), *cells))
+        numbers = ranks if shared else [stage for rank in ranks for stage in found.ranks[rank].stages]
+        rows.append((number_words(numbers), *cells))
     return format_table((*heads, *(["hidden collectives"] if hidden else [])), rows, width=width)
 
 
