@@ -6,9 +6,9 @@ estimate is nearly always too low, by a few percent where parts are alike. Equal
 
 Memory: where the fastest layouts of all parts fit together, that is the estimate. Where they do not, each part is
 solved again with a price on memory, the same for all, and the estimate lies between the last price at which they do not
-fit and the first at which they do: what one multiplier for the whole range would find (Everett, 1963). With and without
-rematerialisation. Meshes whose fastest layouts, whatever their memory, are slower than what fits on another are left,
-and so are those on which no range can be a part of a plan that is fast enough (`focus`).
+fit and the first at which they do: what one multiplier for the whole range would find (Everett, 1963). Meshes whose
+fastest layouts, whatever their memory, are slower than what fits on another are left, and so are those on which no
+range can be a part of a plan that is fast enough (`focus`).
 
 All ranges of layers that may be of interest are looked at together, for all numbers of microbatches in flight: sums
 over ranges are differences of running sums, so a table of them is a few operations on small arrays once the parts are
@@ -34,7 +34,7 @@ import numpy as np
 from ...program.staged import StagedProgram
 from ..inter.problem import Option, best_of
 from .part_rows import AT_LEAST, PartRow, PartRows
-from .range_table import BACKWARD, CONSTANT, FORWARD, KEPT, ONCE, PARTS_ALONE, WORKSPACE, Ranges, RangeTable
+from .range_table import BACKWARD, CONSTANT, FORWARD, KEPT, ONCE, PARTS_ALONE, WORKSPACE, Ranges, RangeTable, option_of
 from .reserve import MemoryReserve
 from .shared_inputs import SharedInputs
 from .shared_memory import PricedStages, between, least_seconds
@@ -59,11 +59,13 @@ class _Column:
       each: `[3, parts + 1]`: what each part spends on the one collective that a range shares, seconds; and what it
         takes while its backward pass runs, and the cotangents of what it receives, bytes.
       twice: what these sums count more than once (`SharedInputs.running_sums`).
+      unwritten: running sums of what only the last part of a range writes (`SharedInputs.unwritten`).
     """
 
     sums: np.ndarray
     each: np.ndarray
     twice: np.ndarray
+    unwritten: np.ndarray
 
 
 class StageEstimates:
@@ -242,7 +244,7 @@ class StageEstimates:
         """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
         the program's: as if these took and kept that share of what its own do."""
         table, at = self._place(kind, in_flight, share)
-        return best_of([_option(way, number) for number, _, way in table.ways_of(first, last, at)])
+        return best_of([option_of(way, number) for number, _, way in table.ways_of(first, last, at)])
 
     def ranked(
         self, first: int, last: int, kind: int, in_flight: int, *, all_ways: bool = False
@@ -260,7 +262,7 @@ class StageEstimates:
         """
         table, at = self._place(kind, in_flight, 1.0)
         found = [
-            (self.step_seconds(_option(way, number)), number, remat)
+            (self.step_seconds(option_of(way, number)), number, remat)
             for number, remat, way in table.ways_of(first, last, at)
         ]
         left = table.left_of(first, last)
@@ -429,9 +431,11 @@ class StageEstimates:
         column = self._column(kind, number, remat, price, in_flight, others)
         forward, backward, weight, _, once, shared, constant, kept, missing = self._differences(column.sums, ranges)
         twice, once_twice, constant_twice, kept_twice = self._inputs(remat, price).twice(column.twice, ranges)
-        # Inside the range nothing is received, and gradients are summed by one collective.
-        forward = np.maximum(forward - self._after_first(column.sums[:, 3], ranges), 0.0)
-        backward = np.maximum(backward - twice, 0.0)
+        # Inside the range nothing is received, and gradients are summed by one collective. What is written only for the
+        # next part is not written forward, nor backward for its derivative and where it is computed again.
+        unwritten = self._differences(column.unwritten, ranges, less_last=1)
+        forward = np.maximum(forward - self._differences(column.sums[:, 3], ranges, less_first=1) - unwritten, 0.0)
+        backward = np.maximum(backward - twice - (1 + (remat == "layer")) * unwritten, 0.0)
         weight = np.minimum(np.maximum(weight - twice, 0.0), backward)
         fixed, workspace = self._largest(column.each[:2], ranges)
         once = np.maximum(once - once_twice - shared + fixed, 0.0)
@@ -440,15 +444,10 @@ class StageEstimates:
         constant, kept = constant - constant_twice, kept - kept_twice
         return np.array([forward, backward, weight, once, constant, kept, workspace])
 
-    def _differences(self, sums: np.ndarray, ranges: Ranges) -> np.ndarray:
-        """Of running sums over parts those over ranges of layers, `[..., range]`."""
+    def _differences(self, sums: np.ndarray, ranges: Ranges, *, less_first: int = 0, less_last: int = 0) -> np.ndarray:
+        """Of running sums over parts those over ranges of layers, less so many parts at either end: `[..., range]`."""
         first, last = self._starts[ranges]
-        return (sums[last] - sums[first]).T
-
-    def _after_first(self, sums: np.ndarray, ranges: Ranges) -> np.ndarray:
-        """Of running sums over parts those over ranges of layers without their first part, `[range]`."""
-        first, last = self._starts[ranges]
-        return sums[last] - sums[first + 1]
+        return (sums[last - less_last] - sums[first + less_first]).T
 
     def _largest(self, each: np.ndarray, ranges: Ranges) -> np.ndarray:
         """Of numbers of the parts, with one more, the largest in each range of layers, `[..., range]`."""
@@ -462,10 +461,12 @@ class StageEstimates:
         if key not in self._columns:
             rows = self._rows(*key, others)
             each = [*((row.sums[5], row.workspace, row.cotangents) for row in rows), (0.0,) * 3]
+            shared = self._inputs(remat, price)
             self._columns[key] = _Column(
                 sums=np.cumsum([(0.0,) * len(rows[0].sums), *(row.sums for row in rows)], axis=0),
                 each=np.array(each).T.copy(),
-                twice=self._inputs(remat, price).running_sums([row.inputs for row in rows]),
+                twice=shared.running_sums([row.inputs for row in rows]),
+                unwritten=shared.unwritten([row.sent for row in rows]),
             )
         return self._columns[key]
 
@@ -493,11 +494,3 @@ class StageEstimates:
             total = np.sum([row.sums for row in self._rows(kind, number, "none", 0, 1, ())], axis=0)
             self._weights[kind, number] = float(self.program.microbatches * (total[0] + total[1]) + total[4])
         return self._weights[kind, number]
-
-
-def _option(fields: Sequence[float], number: int) -> Option:
-    forward, backward, weight, once, constant, kept = fields
-    return Option(
-        forward_seconds=forward, backward_seconds=backward, weight_seconds=weight, per_step_seconds=once,
-        constant_bytes=constant, in_flight_bytes=kept, tag=number,
-    )  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
 import numpy as np
+
+from ..inter.problem import Option
 
 # Ranges solved whole can be faster than their parts by themselves, by no more than this.
 PARTS_ALONE = 0.97
@@ -72,3 +75,12 @@ class RangeTable:
         """What a range takes at least on the meshes that are left."""
         place = int(self._places[first, last])
         return [(float(low[place]), number) for number, low in self.left if place >= 0 and np.isfinite(low[place])]
+
+
+def option_of(fields: Sequence[float], number: int) -> Option:
+    """The option that a range's fields up to the bytes kept are, on the logical mesh of this number."""
+    forward, backward, weight, once, constant, kept = fields
+    return Option(
+        forward_seconds=forward, backward_seconds=backward, weight_seconds=weight, per_step_seconds=once,
+        constant_bytes=constant, in_flight_bytes=kept, tag=number,
+    )  # fmt: skip

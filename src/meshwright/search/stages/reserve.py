@@ -85,9 +85,9 @@ class _Missed:
 class MissedMemory:
     """The reserve for each number of microbatches, learned from the traced peaks of plans that were too large.
 
-    The bytes that a search misses are mostly those of a microbatch: half of them in half a microbatch. In larger
-    microbatches nothing is reserved until a plan there is too large: the search may miss more there, or find another
-    plan that keeps less.
+    The bytes that a search misses are mostly those of a microbatch: half of them in half a microbatch, and as many in a
+    larger one, where the search may find a plan that keeps less. Once a plan in a number of microbatches was too large,
+    what others have missed does not count there.
 
     Args:
       margin: what peaks may be off by: a plan is too large from a device's memory over this on.
@@ -120,7 +120,8 @@ class MissedMemory:
 
     def _of(self, microbatches: int, missed: Sequence[_Missed]) -> float:
         reserve = 0.0
-        for one in missed:
+        own = [one for one in missed if one.microbatches == microbatches]
+        for one in own or missed:
             # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried in
             # another number of microbatches.
             part, most = min(one.microbatches / microbatches, 1.0), one.usable / self._margin

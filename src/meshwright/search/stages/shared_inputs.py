@@ -1,5 +1,6 @@
 """What several parts of a range have, and the range has once: a parameter, an input of the program, a value that one
-part makes and another one keeps.
+part makes and another one keeps. And what parts write for each other and a range does not: a value that is computed
+where it is read.
 
 Every part is priced by itself, with all that it reads. A range is the sum of its parts less what was counted before:
 the input of a part counts for nothing where an earlier part of the range has it (its *owner* is the last such part).
@@ -11,8 +12,9 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
+from ...cost.efficiency import profile_of
 from ...program.cut import Cut
-from ...program.residuals import is_had_again, kept_inputs
+from ...program.residuals import is_fusible, is_had_again, is_stored, kept_inputs
 from .solver import StageSolver
 
 
@@ -38,6 +40,7 @@ class SharedInputs:
         self._last = layer[parts] + 1
         # Layers from the owner's to the part's: mostly none or one, more for tied parameters and skip connections.
         self._distances, self._which = np.unique(layer[parts] - layer[owners], return_inverse=True)
+        self._unwritten = [np.array([self._is_unwritten(value) for value in cut.sent], dtype=float) for cut in cuts]
 
     def running_sums(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
         """What owners have too, by distance from them and by layer: running sums, `[distance, layers + 1, column]`.
@@ -63,6 +66,15 @@ class SharedInputs:
             found += one[last] - one[np.minimum(first + distance, last)]  # of parts whose owner is in the range as well
         return found.T
 
+    def unwritten(self, sent: Sequence[np.ndarray]) -> np.ndarray:
+        """Seconds of writing what the whole program computes where it is read: running sums over parts, `[parts + 1]`.
+
+        Args:
+          sent: of each part the seconds of writing what it sends.
+        """
+        each = [float(seconds @ unwritten) for seconds, unwritten in zip(sent, self._unwritten, strict=True)]
+        return np.cumsum([0.0, *each])
+
     def _pairs(self, cuts: Sequence[Cut], remat: str, *, loosely: bool) -> Iterator[tuple[int, int, int]]:
         """Part, number of its input, and the owner."""
         owners: dict[Hashable, int] = {}
@@ -79,3 +91,10 @@ class SharedInputs:
             for value, made in zip(cut.sent, cut.sent_values, strict=True):
                 if loosely or is_had_again(graph, made, one_program=self._solver.alone, platform=self._solver.platform):
                     owners[value] = part
+
+    def _is_unwritten(self, value: int) -> bool:
+        """Whether the whole program computes a value where it is read."""
+        graph, device = self._solver.program.graph, self._solver.submeshes.cluster.device
+        maker = graph.operators[graph.producer[value][0]]
+        stored = is_stored(graph, maker, joined=profile_of(device).joined)
+        return is_fusible(maker) and not maker.is_link and not stored
