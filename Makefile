@@ -22,6 +22,11 @@ BIN_TPU := .venv-tpu/bin
 BIN_CUDA := .venv-cuda/bin
 # The built-in "ci" profile: the same examples every time and no per-example deadline.
 PYTEST_FLAGS := -q -n $(WORKERS) --dist worksteal --hypothesis-profile=ci
+# Bytecode is written also where the environment says otherwise: else each of the processes that tests start compiles
+# all it imports that changed since `make setup`, and each worker all tests.
+test test-all test-latest test-compilers test-compilers-gpu: export PYTHONDONTWRITEBYTECODE :=
+# The files that hold tests marked `compiled`: their run imports no others.
+COMPILED_FILES = $(shell grep -rl --include='test_*.py' 'mark\.compiled' tests)
 
 # tests/conftest.py says what this undoes, and why. Newer versions of XLA know no such flag, and need none.
 FUSED_AS_BY_USERS := XLA_FLAGS="--xla_cpu_use_fusion_emitters=true $(XLA_FLAGS)"
@@ -75,11 +80,11 @@ demo: .venv/.stamp ## train a small GPT on eight virtual devices and on one
 
 test: lint imports types ## what a change must pass: lint, import order, types and every test that is not slow
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow and not compiled"
-	$(FUSED_AS_BY_USERS) $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow and compiled"
+	$(FUSED_AS_BY_USERS) $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow and compiled" $(COMPILED_FILES)
 
 test-all: lint imports types ## the same with the slow tests
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not compiled"
-	$(FUSED_AS_BY_USERS) $(BIN)/python -m pytest $(PYTEST_FLAGS) -m compiled
+	$(FUSED_AS_BY_USERS) $(BIN)/python -m pytest $(PYTEST_FLAGS) -m compiled $(COMPILED_FILES)
 
 test-latest: .venv-latest/.stamp ## the tests that are not slow on Python 3.12 and JAX 0.12
 	$(BIN_LATEST)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
