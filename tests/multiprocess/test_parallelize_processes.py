@@ -30,11 +30,28 @@ def outputs(folder: Path, text: str) -> list[str]:
     return [process.output() for process in result.processes]
 
 
+# A step without a plan, of which process 0 says why, and the others what it said; and plans that differ.
+_REFUSED = """
+from meshwright.cluster import load_cluster
+args = (target.example_state, target.example_batch)
+state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), target.example_state)
+try:
+    mw.parallelize(target.step, memory_per_device=1000.0, microbatches=1)(state, batch)
+except mw.PlanError as error:
+    print("unplanned:", error)
+plan = mw.plan_for(target.step, args, cluster=load_cluster("local"), stages=2, microbatches=2 + 2 * (place == 3)).plan
+try:
+    mw.parallelize(target.step, plan=plan)(state, batch)
+except mw.PlanError as error:
+    print("differing:", error)
+"""
+
+
 @pytest.mark.parametrize(
     "options", ["stages=2, microbatches=4", pytest.param("stages=1, microbatches=2", marks=pytest.mark.slow)]
 )
 def test_a_step_in_four_processes(tmp_path: Path, options: str) -> None:
-    """Losses as on one device, in every process, from the plan of process 0."""
+    """Losses as on one device, in every process, from the plan of process 0; what cannot run is refused in each."""
     found = outputs(
         tmp_path,
         f"""
@@ -57,31 +74,11 @@ expected = weights
 for _ in range(3):
     (weights, value), (expected, wanted) = plain(weights, x), alone(expected, x)
     np.testing.assert_allclose(float(value), float(wanted), rtol=1e-4)
-""",
+"""
+        + _REFUSED,
     )
     plans = {line for output in found for line in output.splitlines() if line.startswith("plan")}
     assert len(plans) == 1, plans
-
-
-def test_what_cannot_run_is_refused_in_every_process(tmp_path: Path) -> None:
-    """A step without a plan, of which process 0 says why, and the others what it said; and plans that differ."""
-    found = outputs(
-        tmp_path,
-        """
-from meshwright.cluster import load_cluster
-args = (target.example_state, target.example_batch)
-state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), target.example_state)
-try:
-    mw.parallelize(target.step, memory_per_device=1000.0, microbatches=1)(state, batch)
-except mw.PlanError as error:
-    print("unplanned:", error)
-plan = mw.plan_for(target.step, args, cluster=load_cluster("local"), stages=2, microbatches=2 + 2 * (place == 3)).plan
-try:
-    mw.parallelize(target.step, plan=plan)(state, batch)
-except mw.PlanError as error:
-    print("differing:", error)
-""",
-    )
     assert all("unplanned:" in output and "usable on a device" in output for output in found), found
     assert "from process 0" in found[1]
     assert all("differing: refused to run the plan" in output for output in found), found

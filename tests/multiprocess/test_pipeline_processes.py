@@ -81,40 +81,75 @@ check(target.step, state, batch, Pipeline(submeshes=(2, 2, 4), schedule="zero_bu
     )
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        # Split over four devices to whole on each of four others, and back.
-        """Pipeline(submeshes=(4, 4), meshes=[(("x",), (4,))], microbatches=2, layouts={
+_NEIGHBOURS = {
+    # Split over four devices to whole on each of four others, and back.
+    "4-4": """Pipeline(submeshes=(4, 4), meshes=[(("x",), (4,))], microbatches=2, layouts={
             "args[0][0]['w']": (("x",), ()), "args[0][1]['w']": ((), ("x",)), "args[0][2]['w']": ((), ("x",)),
             "args[0][3]['w']": (("x",), ())})""",
-        # Split over two to split over two others, then to whole on four.
-        pytest.param(
-            """Pipeline(submeshes=(2, 2, 4), meshes=[(("x",), (4,)), (("x",), (2,))], microbatches=2, layouts={
+    # Split over two to split over two others, then to whole on four.
+    "2-2-4": """Pipeline(submeshes=(2, 2, 4), meshes=[(("x",), (4,)), (("x",), (2,))], microbatches=2, layouts={
             "args[0][0]['w']": (("x",), ()), "args[0][1]['w']": ((), ("x",)), "args[0][2]['w']": (("x",), ()),
             "args[0][3]['w']": ((), ("x",))})""",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["4-4", "2-2-4"],
-)
-def test_neighbours_of_other_layouts_by_either_transport(tmp_path: Path, pipeline: str) -> None:
-    """Both give the numbers of one device, and each other's to the bit."""
-    assert_runs(
-        tmp_path,
-        f"""
+}
+_PLAIN_STEP = """
 from test_pipeline import data, perceptron, predict
 
 def step(params, batch):
     loss, grads = mw.value_and_grad(lambda p: jnp.mean((predict(p, batch[0]) - batch[1]) ** 2))(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {{"loss": loss}}
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
 
 state, batch = jax.tree.map(np.asarray, (perceptron(), data()))
-pipeline = {pipeline}
-planned, naive = (check(step, state, batch, pipeline, transport=name) for name in ("planned", "naive"))
+"""
+# By either transport the numbers of one device, and each other's to the bit.
+_EITHER_TRANSPORT = """
+planned, naive = (check(step, state, batch, PIPELINE, transport=name) for name in ("planned", "naive"))
 assert planned and all(a.tobytes() == b.tobytes() for a, b in zip(planned, naive, strict=True))
-""",
-    )
+print("either transport")
+"""
+# Two processes have the larger share of the batch, and all have the sum of the gradients.
+_REPLICAS = """
+from meshwright.planning.plan_for import plan_for
+from meshwright.runtime.pipeline.step import PipelinedStep
+from test_replicas_run import mixed
+target = zoo.mlp(width=32, layers=4, batch=32)
+state = jax.tree.map(np.asarray, jax.jit(target.init)(jax.random.key(0)))
+batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
+found = plan_for(
+    target.step, (state, batch), cluster=mixed(4, 4), microbatches=8, stages=None, schedule="replicas", zero=1
+)
+assert found.plan.shares[0] > found.plan.shares[1], found.plan.shares
+follow(PipelinedStep(found.program, found.plan, jax.devices()), target.step, state, batch)
+print("replicas")
+"""
+# Moved by `reshard`, the state of one plan is that of another; a step itself moves no arguments between processes.
+_ANOTHER_PLAN = """
+one, other = (pipelined(step, (state, batch), Pipeline(submeshes=s, microbatches=2)) for s in ((2, 2, 4), (4, 4)))
+expected, alone = state, jax.jit(step)
+state, _ = one(state, batch)
+for _ in range(2):
+    expected, metrics = alone(expected, batch)
+there = jax.tree.unflatten(jax.tree.structure(state), other.in_shardings[:8])
+state = mw.reshard(state, there, donate=True)
+state, again = other(state, batch)
+print("moved", compare((state, again), (expected, metrics)))
+one(state, batch)
+"""
+
+
+def test_transports_replicas_and_the_state_of_another_plan(tmp_path: Path) -> None:
+    neighbours = _EITHER_TRANSPORT.replace("PIPELINE", _NEIGHBOURS["4-4"])
+    result = launched(tmp_path, _REPLICAS + _PLAIN_STEP + neighbours + _ANOTHER_PLAN)
+    for process in result.processes:
+        for said in ("replicas", "either transport", "moved"):
+            assert said in process.output(), result.problem
+    assert result.ended_by == "failure"
+    for said in ("refused an argument of the step", "shared by several processes", "meshwright.reshard(state"):
+        assert said in str(result.problem)
+
+
+@pytest.mark.slow
+def test_neighbours_of_other_layouts_by_either_transport(tmp_path: Path) -> None:
+    assert_runs(tmp_path, _PLAIN_STEP + _EITHER_TRANSPORT.replace("PIPELINE", _NEIGHBOURS["2-2-4"]))
 
 
 @pytest.mark.slow
@@ -237,44 +272,6 @@ for number in range(4):
     )
 
 
-_ANOTHER_PLAN = """
-from test_pipeline import data, perceptron, predict
-
-def step(params, batch):
-    loss, grads = mw.value_and_grad(lambda p: jnp.mean((predict(p, batch[0]) - batch[1]) ** 2))(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
-
-state, batch = jax.tree.map(np.asarray, (perceptron(), data()))
-one, other = (pipelined(step, (state, batch), Pipeline(submeshes=s, microbatches=2)) for s in ((2, 2, 4), (4, 4)))
-expected = state
-state, _ = one(state, batch)
-"""
-
-
-def test_the_state_of_another_plan_is_moved_by_reshard(tmp_path: Path) -> None:
-    assert_runs(
-        tmp_path,
-        _ANOTHER_PLAN
-        + """
-alone = jax.jit(step)
-for _ in range(2):
-    expected, metrics = alone(expected, batch)
-there = jax.tree.unflatten(jax.tree.structure(state), other.in_shardings[:8])
-state = mw.reshard(state, there, donate=True)
-state, again = other(state, batch)
-print("compared", compare((state, again), (expected, metrics)))
-""",
-    )
-
-
-def test_the_state_of_another_plan_is_refused(tmp_path: Path) -> None:
-    """A step moves no arguments between processes."""
-    result = launched(tmp_path, _ANOTHER_PLAN + "other(state, batch)")
-    assert result.ended_by == "failure"
-    for said in ("refused an argument of the step", "shared by several processes", "meshwright.reshard(state"):
-        assert said in str(result.problem)
-
-
 @pytest.mark.slow
 def test_a_process_without_a_stage_is_refused(tmp_path: Path) -> None:
     result = launched(
@@ -286,23 +283,3 @@ pipelined(target.step, (target.example_state, target.example_batch), Pipeline(su
     )
     assert result.ended_by == "failure"
     assert "no stage on a device of process 3" in str(result.problem)
-
-
-def test_replicas_in_four_processes(tmp_path: Path) -> None:
-    """Two processes have the larger share of the batch, and all have the sum of the gradients."""
-    assert_runs(
-        tmp_path,
-        """
-from meshwright.planning.plan_for import plan_for
-from meshwright.runtime.pipeline.step import PipelinedStep
-from test_replicas_run import mixed
-target = zoo.mlp(width=32, layers=4, batch=32)
-state = jax.tree.map(np.asarray, jax.jit(target.init)(jax.random.key(0)))
-batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
-found = plan_for(
-    target.step, (state, batch), cluster=mixed(4, 4), microbatches=8, stages=None, schedule="replicas", zero=1
-)
-assert found.plan.shares[0] > found.plan.shares[1], found.plan.shares
-follow(PipelinedStep(found.program, found.plan, jax.devices()), target.step, state, batch)
-""",
-    )
