@@ -7,6 +7,7 @@ h heads, d head dim, v vocabulary.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -86,22 +87,33 @@ def attention_parameters(
     }
 
 
-def causal_mask(queries: int, keys: int) -> jax.Array:
-    """Boolean (queries, keys), True where the key is not later than the query."""
+def causal_mask(queries: int, keys: int, window: int | None = None) -> jax.Array:
+    """Boolean (queries, keys), True where the key is not later than the query and less than `window` before it."""
     shape = (queries, keys)
-    return lax.broadcasted_iota(jnp.int32, shape, 0) >= lax.broadcasted_iota(jnp.int32, shape, 1)
+    query, key = lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
+    return query >= key if window is None else (query >= key) & (query < key + window)
 
 
-def _plain_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _plain_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, window: int | None
+) -> jax.Array:
     scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key, preferred_element_type=jnp.float32)
     scores = scores * query.shape[-1] ** -0.5
-    scores = jnp.where(causal_mask(*scores.shape[-2:]), scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bkgqs,bskd->bqkgd", weights, value)
+    scores = jnp.where(causal_mask(scores.shape[-2], scores.shape[-1], window), scores, jnp.finfo(jnp.float32).min)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = sinks[:, :, None, None]  # (k, g, 1, 1): one more logit of each row, whose weight goes to no value
+        largest = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
+        powers = jnp.exp(scores - largest)
+        weights = powers / (jnp.sum(powers, axis=-1, keepdims=True) + jnp.exp(sink - largest))
+    return jnp.einsum("bkgqs,bskd->bqkgd", weights.astype(value.dtype), value)
 
 
-@jax.custom_vjp
-def fused_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def fused_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None = None, window: int | None = None
+) -> jax.Array:
     """Causal attention as one operator that keeps no scores for the backward pass (Dao et al. 2022).
 
     What a fused kernel is to a planner: it reads queries, keys and values and writes what they mix to, and its
@@ -110,42 +122,58 @@ def fused_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.A
     Args:
         query: (b, s, k, g, d), key heads k each shared by a group g of queries.
         key: (b, s, k, d).
-        value: (b, s, k, d).
+        value: (b, s, k, e), of which a query mixes (e,).
+        sinks: float32 (k, g), a logit of each query head that takes weight from all keys (Xiao et al. 2023).
+        window: keys that a query sees, itself included; None for all that are not later.
     """
-    return _plain_attention(query, key, value)
+    return _plain_attention(query, key, value, sinks, window)
 
 
 def _fused_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return fused_attention(query, key, value), (query, key, value)
+    query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, window: int | None
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    return fused_attention(query, key, value, sinks, window), (query, key, value, sinks)
 
 
-def _fused_backward(
-    kept: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    _, pull = jax.vjp(_plain_attention, *kept)
+def _fused_backward(window: int | None, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+    _, pull = jax.vjp(functools.partial(_plain_attention, window=window), *kept)
     return pull(cotangent)
 
 
 fused_attention.defvjp(_fused_forward, _fused_backward)
 
 
-def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, attention: Attention) -> jax.Array:
-    """What each query mixes of the values that are not later than it, (b, s, k, g, d); arguments as of
-    `fused_attention`."""
-    if attention == "plain":
-        return _plain_attention(query, key, value)
-    if attention == "operator":
-        return fused_attention(query, key, value)
+def causal_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attention: Attention,
+    *,
+    sinks: jax.Array | None = None,
+    window: int | None = None,
+) -> jax.Array:
+    """What each query mixes of the values that are not later than it, (b, s, k, g, e); arguments as of
+    `fused_attention`. Kernels that have no sinks, or no values of another size than the keys, are one operator."""
     batch, positions, key_heads, group, size = query.shape
+    if window is not None and window >= positions:
+        window = None
+    if attention == "plain":
+        return _plain_attention(query, key, value, sinks, window)
+    if attention == "operator" or sinks is not None or value.shape[-1] != size:
+        return fused_attention(query, key, value, sinks, window)
     if attention == "cudnn":
         together = query.reshape(batch, positions, key_heads * group, size)
-        mixed = jax.nn.dot_product_attention(together, key, value, is_causal=True, implementation="cudnn")
+        seen = None if window is None else (window - 1, 0)
+        mixed = jax.nn.dot_product_attention(
+            together, key, value, is_causal=True, local_window_size=seen, implementation="cudnn"
+        )
         return mixed.reshape(query.shape)
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    mask = splash_attention_mask.CausalMask((positions, positions))
+    shape = (positions, positions)
+    mask: Any = splash_attention_mask.CausalMask(shape)
+    if window is not None:
+        mask = splash_attention_mask.LocalMask(shape, window_size=(window - 1, 0), offset=0)
     block = min(_SPLASH_BLOCK, positions)
     sizes = splash_attention_kernel.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
