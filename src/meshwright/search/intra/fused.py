@@ -44,7 +44,7 @@ class Writes:
         self._joints = self._find_joints()
         self._above, self._below = self._ends()
 
-    def around(self, operator: Operator, there: Set[int]) -> Mapping[int, float]:
+    def around(self, operator: Operator, *there: Set[int]) -> Mapping[int, float]:
         """How often values are there while an operator's derivative runs: the cotangents at both ends of its chain, and
         copies of what the derivative reads and is written, but not `there` anyway."""
         if not operator.differentiated or operator.is_link:
@@ -57,7 +57,9 @@ class Writes:
             for value in values:
                 if value is not None and self._graph.values[value].differentiated:
                     found |= dict.fromkeys(sorted(ends.get(value, (value,))), 1.0)
-        for value in sorted(read_by_backward(self._graph, operator) & self._written - there):
+        # Few are read: joining what is there would take much longer.
+        written = (read_by_backward(self._graph, operator) & self._written).difference(*there)
+        for value in sorted(written):
             found[value] = found.get(value, 0.0) + 1.0
         return found
 

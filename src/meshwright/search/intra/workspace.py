@@ -162,7 +162,7 @@ def _moment(
     around = (
         _around(graph, operator, again, kept, others)
         if writes is None
-        else {v: times for v, times in writes.around(operator, again | kept).items() if v not in others}
+        else {v: times for v, times in writes.around(operator, again, kept).items() if v not in others}
     )
     own = {*operator.operands, *operator.results}
     return Moment(
