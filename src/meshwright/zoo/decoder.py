@@ -26,6 +26,10 @@ from .layers import Attention, embed, random_tokens, rms_norm, token_cross_entro
 from .parameters import normal, ones, stacked
 from .train import Batch, Model, Optimizer, Target, make_target
 
+NEXT_WEIGHT = (
+    0.3  # of the loss of the token after the next: DeepSeek-AI 2024 (V3), section 4.2, for most of the training
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -85,6 +89,8 @@ class DecoderConfig:
         runs: its layers.
         tied: whether the head is the embedding.
         scaled_embedding: whether embeddings are multiplied by the root of `hidden` (Gemma).
+        next_layer: one more layer, which predicts the token after the next of the next one's embedding and of what the
+            other layers make (DeepSeek-AI 2024, V3, section 2.2), with a loss of weight `NEXT_WEIGHT`.
         attention: how it is computed (`layers.Attention`).
     """
 
@@ -95,6 +101,7 @@ class DecoderConfig:
     vocabulary: int
     tied: bool = False
     scaled_embedding: bool = False
+    next_layer: Layer | None = None
     sequence: int = 4096
     global_batch: int = 1024
     dtype: str = "bfloat16"
@@ -108,7 +115,14 @@ class DecoderConfig:
     @property
     def kinds(self) -> tuple[Layer, ...]:
         """Every layer of every pattern, once."""
-        return tuple(layer for run in self.runs for layer in run.pattern)
+        layers = tuple(layer for run in self.runs for layer in run.pattern)
+        return layers if self.next_layer is None else (*layers, self.next_layer)
+
+    @property
+    def counts(self) -> tuple[tuple[Layer, int], ...]:
+        """Layers with the number of each."""
+        further = () if self.next_layer is None else ((self.next_layer, 1),)
+        return (*((layer, run.repeats) for run in self.runs for layer in run.pattern), *further)
 
 
 def _alone_or_all(parts: list[Any]) -> Any:
@@ -145,6 +159,14 @@ def build(config: DecoderConfig, *, optimizer: Optimizer = "adam", remat: bool =
         "final_norm": ones(hidden),
         **({} if config.tied else {"head": normal(hidden, vocabulary)}),
     }
+    if config.next_layer is not None:
+        params["next"] = {
+            "norm": ones(hidden),
+            "embedding_norm": ones(hidden),
+            "joined": normal(2, hidden, hidden),
+            "layer": config.next_layer.declare(hidden, out_deviation),
+            "final_norm": ones(hidden),
+        }
 
     def loss(params: dict[str, Any], batch: Batch) -> jax.Array:
         needed = dict.fromkeys(layer.attention.angles for layer in config.kinds)
@@ -168,30 +190,45 @@ def build(config: DecoderConfig, *, optimizer: Optimizer = "adam", remat: bool =
         for run, run_params in zip(config.runs, _runs_of(config, params["layers"]), strict=True):
             x, balances = lax.scan(body_of(run), x, run_params)
             losses += [] if balances is None else [jnp.sum(balances)]
-        x = rms_norm(params["final_norm"], x)
-        if config.tied:
-            head = params["embedding"].astype(dtype)
-            logits = jnp.einsum("bsm,vm->bsv", x, head, preferred_element_type=jnp.float32)
-        else:
-            logits = jnp.einsum("bsm,mv->bsv", x, params["head"].astype(dtype), preferred_element_type=jnp.float32)
-        mean = token_cross_entropy(logits, batch["labels"])
-        return mean + sum(losses) / _mixtures(config) if losses else mean
+
+        def logits_of(norm: jax.Array, x: jax.Array) -> jax.Array:
+            x = rms_norm(norm, x)
+            if config.tied:
+                head = params["embedding"].astype(dtype)
+                return jnp.einsum("bsm,vm->bsv", x, head, preferred_element_type=jnp.float32)
+            return jnp.einsum("bsm,mv->bsv", x, params["head"].astype(dtype), preferred_element_type=jnp.float32)
+
+        total = token_cross_entropy(logits_of(params["final_norm"], x), batch["labels"])
+        if config.next_layer is not None:
+            following = params["next"]
+            made = rms_norm(following["norm"], x)
+            given = rms_norm(following["embedding_norm"], embed(params["embedding"], batch["labels"], dtype))
+            joined = following["joined"].astype(dtype)
+            x = jnp.einsum("bsm,mn->bsn", made, joined[0]) + jnp.einsum("bsm,mn->bsn", given, joined[1])
+            apply = functools.partial(config.next_layer.apply, angles=angles, attention=config.attention)
+            x, balance = (jax.checkpoint(apply) if remat else apply)(following["layer"], x)
+            losses += [] if balance is None else [balance]
+            # The last position's token after the next is not in the sample.
+            logits = logits_of(following["final_norm"], x)[:, :-1]
+            total = total + NEXT_WEIGHT * token_cross_entropy(logits, batch["labels"][:, 1:])
+        return total + functools.reduce(operator.add, losses) / _mixtures(config) if losses else total
 
     def make_batch(key: jax.Array) -> Batch:
         return random_tokens(key, batch=config.global_batch, sequence=sequence, vocabulary=vocabulary)
 
     layers = sum(
-        run.repeats * (layer.attention.flops(sequence, hidden) + layer.feed_forward.flops(sequence, hidden))
-        for run in config.runs
-        for layer in run.pattern
+        many * (layer.attention.flops(sequence, hidden) + layer.feed_forward.flops(sequence, hidden))
+        for layer, many in config.counts
     )
+    head = 2 * sequence * hidden * vocabulary
+    following = 0 if config.next_layer is None else head + 4 * sequence * hidden**2
     model = Model(
         name=config.name,
         family=config.family,
         params=params,
         loss=loss,
         make_batch=make_batch,
-        model_flops_per_sample=3 * (layers + 2 * sequence * hidden * vocabulary),
+        model_flops_per_sample=3 * (layers + head + following),
         reduction="mean" if _mixtures(config) else None,
     )
     return make_target(model, optimizer=optimizer)
@@ -203,8 +240,7 @@ def _runs_of(config: DecoderConfig, layers: Any) -> list[Any]:
 
 def _mixtures(config: DecoderConfig) -> int:
     """Layers that are mixtures."""
-    of_pattern = ((run, sum(isinstance(layer.feed_forward, Mixture) for layer in run.pattern)) for run in config.runs)
-    return sum(run.repeats * many for run, many in of_pattern)
+    return sum(many for layer, many in config.counts if isinstance(layer.feed_forward, Mixture))
 
 
 def _check(config: DecoderConfig) -> None:

@@ -9,11 +9,27 @@ import dataclasses
 import difflib
 from typing import Any
 
-from . import bert, gemma, gpt, llama, moe, perceptron, qwen, unet, wide_resnet
+from . import (
+    bert,
+    deepseek,
+    gemma,
+    gpt,
+    gpt_oss,
+    llama,
+    llama4,
+    mixtral,
+    moe,
+    perceptron,
+    qwen,
+    unet,
+    wide_resnet,
+)
 from .layers import Attention
 from .train import Optimizer, Target
 
-FAMILIES: tuple[Any, ...] = (bert, gemma, gpt, llama, moe, perceptron, qwen, unet, wide_resnet)
+FAMILIES: tuple[Any, ...] = (
+    bert, deepseek, gemma, gpt, gpt_oss, llama, llama4, mixtral, moe, perceptron, qwen, unet, wide_resnet,
+)  # fmt: skip
 _ENTRIES: dict[str, tuple[Any, Any]] = {
     name: (family, config) for family in FAMILIES for name, config in family.CONFIGS.items()
 }
