@@ -15,6 +15,7 @@ _HOME = {
     "Cluster": "cluster",
     "Plan": "plan",
     "PlanError": "errors",
+    "attention": "_jax.attention",
     "initialize": "launch",
     "kernel": "_jax.own_kernels",
     "layer_boundary": "_jax.boundary",

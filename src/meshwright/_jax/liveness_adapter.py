@@ -35,7 +35,8 @@ _LIBRARY = frozenset(
 )
 # Primitives whose one result may have the shape of their operands although they are no arithmetic.
 OWN_KERNEL = frozenset(
-    """cholesky cholesky_update cumlogsumexp cummax cummin cumprod cumsum custom_partitioning
+    """attention attention_backward cholesky cholesky_update cumlogsumexp cummax cummin cumprod cumsum
+    custom_partitioning
     dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper fft ffi_call householder_product io_callback
     ormqr pallas_call pbroadcast ppermute pure_callback random_bits reduce_window reduce_window_max reduce_window_min
     reduce_window_sum scaled_dot scaled_matmul_wrapper select_and_gather_add select_and_scatter select_and_scatter_add

@@ -90,12 +90,15 @@ def _algorithm(graph: Graph, operator: Operator, stage: Stage, place: str) -> Al
     if have != (planned.path, planned.name, len(planned.axes)):
         got = f"{planned.name} of {len(planned.axes)} factors at {planned.path}"
         raise _refusal(place, got, f"{have[1]} of {have[2]} at {have[0]}")
-    used = [axis for axes in planned.axes for axis in axes]
+    leaders = [factor.with_factor for factor in rule.factors]
+    used = [axis for leader, axes in zip(leaders, planned.axes, strict=True) for axis in axes if leader is None]
     if len(set(used)) != len(used):
         raise _refusal(place, f"{planned.name} split over {' '.join(used)}", "each axis for one factor")
     for index, axes in enumerate(planned.axes):
-        size, blocks = rule.factors[index].size, prod(stage.sizes[axis] for axis in axes)
-        if axes and (index not in rule.splittable or size % blocks):
+        factor, blocks = rule.factors[index], prod(stage.sizes[axis] for axis in axes)
+        size, leader = factor.size, factor.with_factor
+        apart = leader is not None and axes != planned.axes[leader]
+        if axes and (index not in rule.splittable or size % (blocks * factor.granule) or apart):
             got = f"factor {index} of {planned.name}, of size {size}, split over {' '.join(axes)}"
             raise _refusal(place, got, f"a factor that can be cut into {blocks} blocks")
     moving = [v is not None and graph.values[v].differentiated for v in operator.operands]

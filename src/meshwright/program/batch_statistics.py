@@ -36,8 +36,8 @@ from .rules import Rules
 
 # More than a pass over the batch: not worth having twice.
 _DEAR = frozenset(
-    """conv_general_dilated custom_partitioning custom_vjp_call dot_general fft pallas_call ragged_dot_general scan
-    while""".split()  # noqa: SIM905 (a table)
+    """attention conv_general_dilated custom_partitioning custom_vjp_call dot_general fft pallas_call ragged_dot_general
+    scan while""".split()  # noqa: SIM905 (a table)
 )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # the graph and its rules are searched without JAX
     from .._jax.shardy import Lowered
 
-FactorKind = Literal["parallel", "reduction", "spatial", "whole"]
+FactorKind = Literal["parallel", "reduction", "spatial", "circulating", "whole"]
 Dims = tuple[tuple[int, ...], ...]
 
 # Operations through which a partial sum may pass unchanged: they are linear and act on each element alone.
@@ -33,14 +33,19 @@ class Factor:
     Args:
       size: its extent.
       kind: `parallel` may be split freely; `reduction` is summed over and leaves a partial result; `spatial` may be
-        split if neighbours exchange borders; `whole` may not be split.
+        split if neighbours exchange borders; `circulating` may be split by what splits `with_factor`, each device
+        seeing all blocks in turn; `whole` may not be split.
       halo: of a spatial factor, how many elements of its dim of the first operand a block needs from the block before
-        it and from the one after it.
+        it and from the one after it. Of a circulating one with a halo only these are sent.
+      granule: its blocks are a multiple of so many elements.
+      with_factor: of a circulating factor, the one that is split by the same axes.
     """
 
     size: int
     kind: FactorKind
     halo: tuple[int, int] = (0, 0)
+    granule: int = 1
+    with_factor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ class Composer:
 
     def mark(self, dim: Sequence[int], kind: FactorKind) -> None:
         """Restrict every atom of `dim` to at most what `kind` allows."""
-        order: tuple[FactorKind, ...] = ("parallel", "reduction", "spatial", "whole")
+        order: tuple[FactorKind, ...] = ("parallel", "reduction", "spatial", "circulating", "whole")
         for root in self.atoms(dim):
             if order.index(kind) > order.index(self._kind[root]):
                 self._kind[root] = kind

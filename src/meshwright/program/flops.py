@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from .._jax import cudnn
+from .._jax import attention, cudnn
 from .._jax.convolution_flops import SpaceDim, convolution_flops
 from .._jax.jaxpr import Equation, is_remat, open_jaxpr, scan_parts
 from .._jax.own_kernels import said_flops
@@ -95,6 +95,8 @@ def equation_flops(equation: Equation) -> tuple[float, bool]:
             return (flops, matmul) if said is None else (said, True)
         case "pallas_call":
             return kernel_flops(equation, _body)
+        case attention.FORWARD | attention.TANGENT | attention.BACKWARD:
+            return attention.attention_flops(equation), True
         case cudnn.FORWARD | cudnn.BACKWARD:
             return cudnn.attention_flops(equation), True
     if is_remat(equation) or "jaxpr" in equation.params:

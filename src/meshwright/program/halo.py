@@ -17,14 +17,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from .._jax.attention_ring import permuted
 from .._jax.jaxpr import Equation, bind
 from .factors import Rule
-from .split import Split
+from .split import Split, mesh_order
 
 POOLS = ("reduce_window_max", "reduce_window_min", "reduce_window_sum")
 
@@ -130,24 +129,12 @@ def _arriving(
         if not pairs:
             pieces.append(jnp.full_like(piece, fill))
             continue
-        arrived = _permuted(piece, pairs, axes, sizes)
+        arrived = permuted(piece, pairs, axes, sizes, mesh_order(axes))
         if fill != 0:  # who has no sender receives zeros
             here = lax.axis_index(axes)
             arrived = jnp.where(here < hop if step > 0 else here >= blocks - hop, jnp.full_like(piece, fill), arrived)
         pieces.append(arrived)
     return pieces
-
-
-def _permuted(x: Any, pairs: Sequence[tuple[int, int]], axes: tuple[str, ...], sizes: Mapping[str, int]) -> Any:
-    """`lax.ppermute` between positions counted with the first of `axes` major.
-
-    `ppermute` alone among the collectives counts positions in the order of the mesh, whatever the order of its axes.
-    """
-    order = tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes)
-    shape = [sizes[axis] for axis in axes]
-    ours = np.arange(prod(shape)).reshape(shape).transpose([axes.index(axis) for axis in order]).ravel()
-    theirs = np.argsort(ours)
-    return lax.ppermute(x, order, [(int(theirs[a]), int(theirs[b])) for a, b in pairs])
 
 
 def _hops(count: int, extent: int) -> list[int]:

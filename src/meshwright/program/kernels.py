@@ -1,5 +1,6 @@
 """Kernels as operators of a plan: those that declare a sharding rule (`jax.experimental.custom_partitioning`), Pallas
-kernels, whose rule follows from their grid (`_jax.pallas`), and cuDNN's attention (`_jax.cudnn`).
+kernels, whose rule follows from their grid (`_jax.pallas`), `meshwright.attention` (`program.attention`) and cuDNN's
+attention (`_jax.cudnn`).
 
 Of a declared rule a factor may be split where the kernel's partition function takes and makes the blocks that the rule
 says, and sends nothing itself: the plan prices and issues all communication. A *reduction* may be split where what a
@@ -13,19 +14,22 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from .._jax.attention import is_attention
 from .._jax.cudnn import BACKWARD, is_cudnn_attention
 from .._jax.jaxpr import Equation, bind, evaluate, source_line
 from .._jax.pallas import GridDim, grid_of, is_pallas_call, on_blocks
 from .._jax.partitioned import Layout, NotPartitioned, declared_rule, is_partitioned_kernel, partitioned
 from .._jax.shardy import Lowered, LoweredOp
 from ..errors import PlanError
+from .attention import attention_rule
 from .factors import Composer, Dims, Rule, compose, whole_rule
 from .split import Split
 
 
 def is_kernel(equation: Equation) -> bool:
     """Whether an equation is a kernel that says how it may be split."""
-    return is_partitioned_kernel(equation) or is_pallas_call(equation) or is_cudnn_attention(equation)
+    kinds = is_partitioned_kernel, is_pallas_call, is_cudnn_attention, is_attention
+    return any(is_one(equation) for is_one in kinds)
 
 
 def kernel_rule(equation: Equation) -> tuple[Rule, str]:
@@ -36,6 +40,8 @@ def kernel_rule(equation: Equation) -> tuple[Rule, str]:
     """
     if is_pallas_call(equation):
         return _grid_rule(equation)
+    if is_attention(equation):
+        return attention_rule(equation), "it has one batch, one head and one position"
     return _attention_rule(equation) if is_cudnn_attention(equation) else _declared(equation)
 
 

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._jax import attention
 from .._jax.cudnn import BACKWARD, FORWARD
 from .._jax.jaxpr import Equation, bind, open_jaxpr, result_avals
 from .._jax.random import is_key, random_bits_at, split_at
+from .attention import evaluate_attention
 from .factors import Dims, Rule
 from .halo import POOLS, spatial_rule, windowed
 from .indexed import gather, gather_whole, ragged_dot, ragged_dot_whole, scatter, scatter_whole
@@ -108,7 +110,8 @@ _EVALUATORS: Mapping[str, Evaluator] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "custom_partitioning": evaluate_kernel,
     "pallas_call": evaluate_grid,
-    **dict.fromkeys((FORWARD, BACKWARD), evaluate_on_blocks),
+    **dict.fromkeys((FORWARD, BACKWARD, attention.TANGENT, attention.BACKWARD), evaluate_on_blocks),
+    attention.FORWARD: evaluate_attention,
     "reshape": _reshape,
     "iota": _iota,
     "slice": _slice,

@@ -51,11 +51,14 @@ _LINEAR = frozenset(
 _INDEXED = frozenset(["select_n", "gather", "scatter-add", "dynamic_slice", "dynamic_update_slice", "scatter"])
 # The derivative reads the result.
 RESULT_READ = frozenset(["exp", "exp2", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "erf_inv"])
+# It reads operands and result.
+_ALL_READ = frozenset(["attention"])
 # Each operand's derivative reads the other ones.
 _PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
 # Neither elementwise nor as cheap: all others a fusing compiler makes again where they are read.
 _NOT_FUSED = frozenset(
     [
+        "attention",
         "dot_general",
         "conv_general_dilated",
         "ragged_dot_general",
@@ -134,6 +137,8 @@ def read_by_backward(graph: Graph, operator: Operator) -> set[int]:
         return set()
     if name in RESULT_READ:
         return {v for v in operator.results if v is not None}
+    if name in _ALL_READ:
+        return {*operands, *(v for v in operator.results if v is not None)}
     if name in _INDEXED:
         return {v for v in operands if not graph.values[v].differentiated}
     if name in _PRODUCTS:

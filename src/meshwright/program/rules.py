@@ -257,7 +257,7 @@ class Rules:
                     composer.unify(dim, [atoms[f] for f in factors])
             is_summed = equation.outvars and all(v in summed for v in equation.outvars)
             for atom, factor in zip(atoms, rule.factors, strict=True):
-                if factor.kind in ("whole", "spatial") or (factor.kind == "reduction" and not is_summed):
+                if factor.kind in ("whole", "spatial", "circulating") or (factor.kind == "reduction" and not is_summed):
                     composer.mark([atom], "whole")
 
 

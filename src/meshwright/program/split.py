@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import jax
 from jax import lax
 
 from .factors import Dims, Rule
+
+
+def mesh_order(axes: Sequence[str]) -> tuple[str, ...]:
+    """Axes in the order of the mesh at hand."""
+    return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes)
 
 
 @dataclass(frozen=True, slots=True)

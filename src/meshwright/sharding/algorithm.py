@@ -6,6 +6,9 @@ factor rule alone (see `Spec` for the states):
 * a dim is split by the axes of its leading factor;
 * a result is partial over the axes of reduction factors;
 * an operand is `broadcast` over the axes of factors it does not have, so that its cotangent is summed.
+
+A *circulating* factor (the key positions of attention) is split together with another (the query positions), by the
+same axes: its blocks travel round a ring of the devices.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def _meaning(
     differentiated: tuple[bool, ...],
     combines_at_once: bool,
 ) -> Algorithm:
-    used = [axis for split in axes for axis in split]
+    used = {axis for split in axes for axis in split}
     reduced = frozenset(axis for is_one, split in zip(reductions, axes, strict=True) if is_one for axis in split)
 
     def dims_of(tensor: Dims) -> tuple[tuple[str, ...], ...]:
@@ -68,8 +71,8 @@ def _meaning(
     operands = []
     for tensor, moving in zip(operands_of, differentiated, strict=True):
         dims = dims_of(tensor)
-        missing = frozenset(used) - {a for dim in dims for a in dim} if moving else frozenset()
-        operands.append(Spec(dims, broadcast=missing))
+        missing = used - {a for dim in dims for a in dim} if moving else set[str]()
+        operands.append(Spec(dims, broadcast=frozenset(missing)))
     partial = frozenset() if combines_at_once else reduced
     results = tuple(Spec(dims_of(tensor), partial=partial) for tensor in results_of)
     return Algorithm(axes, tuple(operands), results)
@@ -85,6 +88,7 @@ class Splits:
       results: as its rule has them.
       reductions: for each factor whether it is summed over.
       groups: for each factor the axes that can split it together, in the order of the mesh.
+      leaders: for each factor the one that is split with it, for a circulating one; else itself.
       axes: of the mesh.
     """
 
@@ -92,6 +96,7 @@ class Splits:
     results: tuple[Dims, ...]
     reductions: tuple[bool, ...]
     groups: tuple[frozenset[tuple[str, ...]], ...]
+    leaders: tuple[int, ...]
     axes: tuple[str, ...]
 
 
@@ -104,11 +109,14 @@ def splits_of(rule: Rule, sizes: tuple[tuple[str, int], ...]) -> Splits:
       sizes: names and sizes of the axes.
     """
     groups: list[frozenset[tuple[str, ...]]] = [frozenset()] * len(rule.factors)
-    for factor in rule.splittable:
-        groups[factor] = _dividing(rule.factors[factor].size, sizes)
+    for index in rule.splittable:
+        factor = rule.factors[index]
+        if factor.with_factor is None or factor.with_factor in rule.splittable:
+            groups[index] = _dividing(factor.size // factor.granule, sizes)
+    leaders = (i if f.with_factor is None else f.with_factor for i, f in enumerate(rule.factors))
     return _splits(
         rule.operands, rule.results, tuple(factor.kind == "reduction" for factor in rule.factors), tuple(groups),
-        tuple(axis for axis, _ in sizes),
+        tuple(leaders), tuple(axis for axis, _ in sizes),
     )  # fmt: skip
 
 
@@ -135,8 +143,10 @@ def _assignments(splits: Splits) -> Iterator[tuple[tuple[str, ...], ...]]:
         axes: list[tuple[str, ...]] = [()] * len(splits.groups)
         for axis, factor in zip(splits.axes, choice, strict=True):
             if factor is not None:
-                axes[factor] = (*axes[factor], axis)
-        if all(axes[factor] in splits.groups[factor] for factor in choice if factor is not None):
+                for one in {factor, splits.leaders[factor]}:
+                    axes[one] = (*axes[one], axis)
+        split = [factor for factor, group in enumerate(axes) if group]
+        if all(axes[f] in splits.groups[f] and axes[f] == axes[splits.leaders[f]] for f in split):
             yield tuple(axes)
 
 

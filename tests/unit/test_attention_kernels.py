@@ -1,0 +1,147 @@
+"""`meshwright.attention` on one device: its numbers by each kernel, and which kernel a device gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright._jax import attention_blocks, attention_kernels
+from meshwright._jax.attention_blocks import Mask
+from meshwright._jax.cudnn import as_on
+
+
+def plain(query: Any, key: Any, value: Any, sinks: Any = None, *, causal: bool, window: int | None) -> jax.Array:
+    """Attention with its scores in memory; queries (b, s, k, g, d)."""
+    scores = jnp.einsum("bqkgd,btkd->bkgqt", query, key) * query.shape[-1] ** -0.5
+    ahead = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+    seen = (ahead >= 0 if causal else ahead == ahead) & (ahead < (window or query.shape[1]))
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[None, :, :, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], -1)
+    weights = jax.nn.softmax(scores, -1)[..., : key.shape[1]]
+    return jnp.einsum("bkgqt,btke->bqkge", weights, value)
+
+
+def operands(*, batch: int = 2, queries: int = 48, keys: int = 48, size: int = 8) -> list[jax.Array]:
+    """Queries, keys, values, sinks and a cotangent."""
+    made = jax.random.split(jax.random.key(0), 5)
+    shapes = (batch, queries, 2, 3, size), (batch, keys, 2, size), (batch, keys, 2, size), (2, 3)
+    found = [jax.random.normal(key, shape) for key, shape in zip(made, shapes, strict=False)]
+    return [*found, jax.random.normal(made[4], shapes[0])]
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.max(jnp.abs(b))) + 1e-6)
+
+
+CASES = [
+    (False, None, False), (True, None, False), (True, None, True), (True, 5, False), (True, 20, True), (True, 1, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("causal", "window", "sinks"), CASES)
+@pytest.mark.parametrize("block", [512, 16])
+def test_numbers_and_gradients_are_those_of_plain_attention(
+    causal: bool, window: int | None, sinks: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_blocks, "_BLOCK", block)
+    *given, cotangent = operands()
+    given = given[: 3 + sinks]
+
+    def ours(query: Any, key: Any, value: Any, sinks: Any = None) -> jax.Array:
+        return mw.attention(query, key, value, causal=causal, window=window, sinks=sinks)
+
+    out, pull = jax.vjp(lambda *x: plain(*x, causal=causal, window=window), *given)
+    found, pull_ours = jax.vjp(jax.jit(ours), *given)
+    assert_close([found, *pull_ours(cotangent)], [out, *pull(cotangent)])
+
+
+def test_keys_of_another_sequence() -> None:
+    query, key, value, _, cotangent = operands(keys=20)
+    out, pull = jax.vjp(lambda *x: plain(*x, causal=False, window=None), query, key, value)
+    found, pull_ours = jax.vjp(mw.attention, query, key, value)
+    assert_close([found, *pull_ours(cotangent)], [out, *pull(cotangent)])
+
+
+def test_heads_of_one_dim_read_the_key_head_of_their_group() -> None:
+    query, key, value, *_ = operands()
+    together = query.reshape(*query.shape[:2], 6, -1)
+    found = mw.attention(together, key, value, causal=True)
+    expected = jax.nn.dot_product_attention(together, key, value, is_causal=True)
+    assert_close([found], [expected])
+
+
+@pytest.mark.parametrize("mapped", [3, 4])
+def test_it_is_mapped_over_batches_and_sinks(mapped: int) -> None:
+    """Of four operands the first three or all; of the gradients too."""
+    *given, _ = operands()
+    stacked = [jnp.stack([x, 0.5 * x, -x]) for x in given[:mapped]]
+    fixed = given[mapped:]
+
+    def loss(*operands: Any) -> jax.Array:
+        query, key, value, sinks = (*operands, *fixed)
+        return jnp.sum(mw.attention(query, key, value, causal=True, sinks=sinks) ** 2)
+
+    both = jax.value_and_grad(loss, tuple(range(mapped)))
+    value, grads = jax.vmap(both)(*stacked)
+    for i in range(3):
+        one, its_grads = both(*(x[i] for x in stacked))
+        assert_close([value[i], *(x[i] for x in grads)], [one, *its_grads], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "has_kernel"),
+    [("bfloat16", "9.0", True), ("bfloat16", "8.0", True), ("bfloat16", "7.0", False), ("float32", "9.0", False)],
+)
+@pytest.mark.parametrize("window", [None, 128])
+def test_gpus_since_ampere_have_cudnn_in_half_precision(
+    dtype: str, capability: str, has_kernel: bool, window: int | None
+) -> None:
+    query = jax.ShapeDtypeStruct((2, 256, 8, 128), dtype)
+    key = jax.ShapeDtypeStruct((2, 256, 2, 128), dtype)
+
+    @jax.jit
+    def both(query: Any, key: Any, value: Any) -> Any:
+        loss = lambda *x: jnp.sum(mw.attention(*x, causal=True, window=window).astype(jnp.float32))  # noqa: E731
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    with as_on(capability):
+        text = both.trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__cudnn$fmha") == 2 * has_kernel
+
+
+@pytest.mark.parametrize("size", [128, 64])
+def test_tpus_have_splash_attention_for_heads_of_128(size: int) -> None:
+    query = jax.ShapeDtypeStruct((2, 256, 8, size), jnp.bfloat16)
+    traced = jax.jit(lambda *x: mw.attention(*x, causal=True)).trace(query, query, query)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == (size == 128)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 100), Mask(True, 200, 128)])
+def test_splash_attention_is_what_blocks_are(mask: Mask) -> None:
+    query, key, value, _, cotangent = operands(batch=1, queries=256, keys=256, size=128)
+    options: dict[str, Any] = {"mask": mask, "scale": 128**-0.5}
+    out = attention_blocks.forward(query, key, value, **options)
+    assert_close(attention_kernels.splash_forward(query, key, value, **options, interpret=True), out, 1e-5)
+    kept = query, key, value, *out, cotangent
+    expected = attention_blocks.backward(*kept, **options)
+    assert_close(attention_kernels.splash_backward(*kept, **options, interpret=True), expected)
+
+
+def test_shapes_that_do_not_suit_are_refused() -> None:
+    query, key, value, sinks, _ = operands()
+    with pytest.raises(mw.PlanError, match="heads that are a multiple of the key heads"):
+        mw.attention(query[:, :, :, 0].repeat(3, 2)[:, :, :5], key, value)
+    with pytest.raises(mw.PlanError, match="as many keys as values"):
+        mw.attention(query, key[:, :-1], value)
+    with pytest.raises(mw.PlanError, match="one for each head"):
+        mw.attention(query, key, value, sinks=sinks.ravel())
+    with pytest.raises(mw.PlanError, match=r"window=8 with causal=False"):
+        mw.attention(query, key, value, window=8)
