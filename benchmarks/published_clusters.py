@@ -26,16 +26,23 @@ _PRESETS = {
     "P40-24GB": "p40-8",
 }
 
-# Devices that are written otherwise, the first that is found in the name. GH200 is a chip and a host of its own.
+# Devices that are written otherwise, the first that is found in the name. Cards for PCIe are other chips than those
+# with NVLink, but for A100's of 40 GB and older ones.
 _KINDS = (
+    (r"H[18]00.*PCIe", "h100-pcie-8"), (r"A[18]00.*PCIe(?!.*40)", "a100-pcie-8"), (r"L40S", "l40s-8"),
     (r"V100.*16", "p3.16xlarge"), (r"V100.*SXM3", "dgx-2"), (r"V100", "p3dn.24xlarge"), (r"A100.*40", "dgx-a100-40"),
-    (r"A[18]00(?!\d)", "dgx-a100-80"), (r"GB200", "gb200-nvl72"), (r"B200", "dgx-b200"), (r"(?<!G)H200", "dgx-h200"),
-    (r"H[18]00(?!\d)", "dgx-h100"), (r"4090", "rtx4090-4"), (r"P40(?!\d)", "p40-8"), (r"TPU.?v4", "tpu-v4"),
-    (r"TPU.?v5p", "tpu-v5p"), (r"TPU.?v5", "tpu-v5e"), (r"TPU.?v6|Trillium", "tpu-v6e"),
+    (r"A[18]00(?!\d)", "dgx-a100-80"), (r"GB300", "gb300-nvl72"), (r"B300", "dgx-b300"), (r"GB200", "gb200-nvl72"),
+    (r"B200", "dgx-b200"), (r"GH200", "gh200-4"), (r"H200", "dgx-h200"), (r"H[18]00(?!\d)", "dgx-h100"),
+    (r"MI300(?!A)", "mi300x-8"), (r"MI325", "mi325x-8"), (r"MI355", "mi355x-8"), (r"4090", "rtx4090-4"),
+    (r"P40(?!\d)", "p40-8"), (r"TPU.?v4", "tpu-v4"), (r"TPU.?v5p", "tpu-v5p"), (r"TPU.?v5", "tpu-v5e"),
+    (r"TPU.?v6|Trillium", "tpu-v6e"), (r"TPU.?v?7|Ironwood", "tpu-v7x"),
 )  # fmt: skip
 
+# Racks in one NVLink domain, of which rows count the devices of a board.
+_RACKS = ("gb200-nvl72", "gb300-nvl72")
+
 # Chips of the largest slice of each; what is larger is several, over the data-center network.
-_POD = {"tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256}
+_POD = {"tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256, "tpu-v7x": 9216}
 
 
 def _is_card(row: Row) -> bool:
@@ -51,8 +58,7 @@ def _preset(row: Row) -> str:
     kind = row["accelerator"]
     like = next((preset for pattern, preset in _KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
     preset = _PRESETS.get(kind) or like
-    if preset is None or (_is_card(row) and re.search(r"[HB]\d00", kind, re.IGNORECASE)):
-        # H100's cards for PCIe are another chip than those with NVLink.
+    if preset is None or (_is_card(row) and re.search(r"[HB][23]00", kind, re.IGNORECASE)):
         raise Inexpressible(f"accelerator {kind!r} is not known")
     return preset
 
@@ -115,11 +121,10 @@ def cluster_of(row: Row) -> Cluster:
     if per_node and devices > per_node and devices % per_node:
         raise Inexpressible(f"{devices} devices are no whole number of hosts of {per_node}")
     host = cluster.hosts[0]
-    if _is_card(row):
+    if _is_card(row) and not preset.endswith("-pcie-8"):
         host = replace(host, link=load_cluster("rtx4090-4").hosts[0].link, wires=())
-    # Of TPUs and of racks in one NVLink domain a row counts the devices of a board.
     if preset not in _POD:
-        host = _with_nics(host if preset == "gb200-nvl72" else _with_devices(host, per_node, preset), row)
+        host = _with_nics(host if preset in _RACKS else _with_devices(host, per_node, preset), row)
     return replace(cluster, hosts=(host,))
 
 

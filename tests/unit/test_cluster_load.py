@@ -13,9 +13,10 @@ from meshwright.cluster import ClusterError, load_cluster, preset_names
 EXPECTED = {
     "cpu", "p3.16xlarge", "p3dn.24xlarge", "p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge", "p6-b200.48xlarge", "dgx-1v",
     "dgx-2", "dgx-a100-40", "dgx-a100-80", "selene", "dgx-h100", "dgx-h200", "dgx-b200", "gb200-nvl72", "a3-highgpu-8g",
-    "a3-megagpu-8g", "grand-teton", "rtx4090-4", "p40-8", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e",
+    "a3-megagpu-8g", "grand-teton", "rtx4090-4", "p40-8", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x",
+    "dgx-b300", "gb300-nvl72", "gh200-4", "mi300x-8", "mi325x-8", "mi355x-8", "a100-pcie-8", "h100-pcie-8", "l40s-8",
 }  # fmt: skip
-TPUS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
+TPUS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x")
 
 
 def test_presets_by_name_and_number_of_hosts():
@@ -47,6 +48,7 @@ def test_several_presets_are_one_cluster():
         ("tpu-v4:192", (4, 4, 12), (True, True, True), 48),
         ("tpu-v5p:1024", (8, 8, 16), (True, True, True), 256),
         ("tpu-v5p:8960", (16, 20, 28), (True, True, True), 2240),
+        ("tpu-v7x:9216", (16, 24, 24), (True, True, True), 2304),
     ],
 )
 def test_slices_of_tpus(text, torus, rings, nics):
@@ -133,8 +135,8 @@ def test_reads_a_file(tmp_path):
     ("text", "words"),
     [
         ("p3.16xlarg", "did you mean 'p3.16xlarge'"),
-        ("", "one of a3-highgpu-8g, "),
-        ("../presets/cpu", "one of a3-highgpu-8g, "),
+        ("", "one of a100-pcie-8, a3-highgpu-8g, "),
+        ("../presets/cpu", "one of a100-pcie-8, a3-highgpu-8g, "),
         ("p3.16xlarge:", "'p3.16xlarge:2'"),
         ("p3.16xlarge:0", "'p3.16xlarge:2'"),
         ("p3.16xlarge:-1", "'p3.16xlarge:2'"),

@@ -48,8 +48,8 @@ def test_a_row_that_leaves_the_microbatch_open_has_candidates() -> None:
         ({"n_heads": "15"}, "15 heads do not share"),
         ({"n_experts": "8", "top_k": "1"}, "two for each token, not 1"),
         ({"n_experts": "8", "top_k": "2", "mlp_gated": "1"}, "no gates"),
-        ({"accelerator": "H100-PCIe-80GB"}, "is not known"),
-        ({"accelerator": "h100-pcie"}, "is not known"),
+        ({"accelerator": "H200-PCIe-141GB"}, "is not known"),
+        ({"accelerator": "MI300A"}, "is not known"),
         ({"accelerator": "TPUv4", "n_devices": "7", "tp": "1", "pp": "1", "dp": "7", "gbs": "14"}, "TPUv4"),
         ({"devices_per_node": "16"}, "16 devices a host"),
         ({"model": "Wide-ResNet-34 c160 w2"}, "not in the zoo"),
@@ -75,10 +75,19 @@ def test_a_framework_that_nobody_knows_is_as_its_devices_are_thought_to_be() -> 
     [
         ("V100-SXM2-32GB", "p3dn.24xlarge"), ("A100-PCIe-40GB", "dgx-a100-40"), ("H800-SXM-80GB", "dgx-h100"),
         ("H200-SXM-141GB", "dgx-h200"), ("B200", "dgx-b200"), ("TPU v4", "tpu-v4:16"), ("TPUv6e", "tpu-v6e:16"),
+        ("TPUv7x (Ironwood)", "tpu-v7x:16"), ("TPU7x", "tpu-v7x:16"), ("B300-SXM", "dgx-b300"),
+        ("GB300", "gb300-nvl72"), ("MI300X", "mi300x-8"), ("AMD Instinct MI325X", "mi325x-8"), ("MI355X", "mi355x-8"),
+        ("L40S", "l40s-8"), ("A100-PCIe-80GB", "a100-pcie-8"), ("h100-pcie", "h100-pcie-8"),
     ],
 )  # fmt: skip
 def test_devices_are_known_by_their_kind(kind: str, preset: str) -> None:
     assert stated_row({**ROW, "accelerator": kind}).cluster.device == load_cluster(preset).device
+
+
+def test_hosts_have_as_many_devices_as_a_row_says() -> None:
+    row = {**ROW, "accelerator": "GH200-96GB", "devices_per_node": "4"}
+    (host,), (known,) = stated_row(row).cluster.hosts, load_cluster("gh200-4").hosts
+    assert (host.device, host.devices, host.wires) == (known.device, known.devices, known.wires)
 
 
 def test_every_rate_gives_the_step() -> None:
