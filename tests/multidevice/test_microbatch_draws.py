@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ RUNS = [
 ]
 
 
+@cache
 def step_of(loss: Any) -> Any:
     """Of a loss of parameters, a batch and a key, and what it makes beside."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ def losses(step: Any, state: Any, batch: Any, steps: int = 3) -> tuple[Any, list
     return state, found
 
 
+_TARGET = zoo.mlp(width=64, layers=4, batch=64)
+
+
+@cache
+def on_one_device() -> tuple[Any, list[float]]:
+    """State and losses of three steps."""
+    batch = jax.jit(_TARGET.make_batch)(jax.random.key(1))
+    return losses(jax.jit(_TARGET.step), jax.jit(_TARGET.init)(jax.random.key(0)), batch)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -41,10 +52,8 @@ def losses(step: Any, state: Any, batch: Any, steps: int = 3) -> tuple[Any, list
 )
 def test_a_step(options: dict[str, Any], tmp_path: Path) -> None:
     """State created in place, three steps as on one device; the saved plan runs as well, on arrays from anywhere."""
-    target = zoo.mlp(width=64, layers=4, batch=64)
+    target, (expected, wanted) = _TARGET, on_one_device()
     batch = jax.jit(target.make_batch)(jax.random.key(1))
-    make_state = jax.jit(target.init)
-    expected, wanted = losses(jax.jit(target.step), make_state(jax.random.key(0)), batch)
     step = mw.parallelize(target.step, **options)
     state, found = losses(step, step.init(target.init, jax.random.key(0), batch=batch), batch)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
@@ -56,7 +65,7 @@ def test_a_step(options: dict[str, Any], tmp_path: Path) -> None:
         assert tuple(len(stage.devices) for stage in plan.stages) == options["submeshes"]
     plan.save(tmp_path / "plan.json")
     again = mw.parallelize(target.step, plan=tmp_path / "plan.json")
-    other, found = losses(again, jax.tree.map(np.asarray, make_state(jax.random.key(0))), batch)
+    other, found = losses(again, jax.tree.map(np.asarray, jax.jit(target.init)(jax.random.key(0))), batch)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
     for mine, theirs in ((state, expected), (other, expected)):
         for a, b in zip(jax.tree.leaves(whole(mine)), jax.tree.leaves(whole(theirs)), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -30,6 +31,16 @@ def data(batch: int = 32, width: int = 32) -> tuple[Any, Any]:
     return x, jnp.roll(x, 1, axis=1)
 
 
+_OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-5))
+
+
+def clipped_step(state: Any, x: Any, y: Any) -> Any:
+    params, moments = state
+    loss, grads = mw.value_and_grad(lambda p: jnp.mean((predict(p, x) - y) ** 2))(params)
+    updates, moments = _OPTIMIZER.update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), {"loss": loss, "norm": optax.tree.norm(grads)}
+
+
 @pytest.mark.parametrize(
     ("pipeline"),
     [
@@ -44,16 +55,8 @@ def data(batch: int = 32, width: int = 32) -> tuple[Any, Any]:
 )
 def test_a_clipped_perceptron(pipeline: Pipeline) -> None:
     """Clipping by the global norm reads the gradients of all stages."""
-    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-5))
-
-    def step(state: Any, x: Any, y: Any) -> Any:
-        params, moments = state
-        loss, grads = mw.value_and_grad(lambda p: jnp.mean((predict(p, x) - y) ** 2))(params)
-        updates, moments = optimizer.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), {"loss": loss, "norm": optax.tree.norm(grads)}
-
     params = perceptron()
-    assert_as_on_one_device(step, (params, optimizer.init(params)), *data(), pipeline=pipeline)
+    assert_as_on_one_device(clipped_step, (params, _OPTIMIZER.init(params)), *data(), pipeline=pipeline)
 
 
 def test_a_tied_embedding() -> None:
@@ -99,15 +102,9 @@ def scanned(params: Any, x: Any) -> Any:
     return h @ params["in"].T
 
 
-@pytest.mark.parametrize(
-    ("submeshes", "layers", "trips", "schedule"),
-    [((4, 4), (2, 2), (3, 2), "one_f_one_b"), ((2, 2, 4), (2, 1, 2), (1, 3, 1), "zero_bubble")],
-)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_stack_cut_by_trips(
-    submeshes: tuple[int, ...], layers: tuple[int, ...], trips: tuple[int, ...], schedule: str, dim: int
-) -> None:
-    """Each stage holds its rows of a scanned layer's parameters, stacked on any dim; clipping adds up over all rows."""
+@cache
+def stacked_step(dim: int) -> tuple[Any, Any]:
+    """A step of layers stacked on a dim, and its optimizer."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-5))
 
     def step(state: Any, x: Any, y: Any) -> Any:
@@ -122,6 +119,19 @@ def test_a_stack_cut_by_trips(
         updates, moments = optimizer.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), {"loss": loss, "finite": finite}
 
+    return step, optimizer
+
+
+@pytest.mark.parametrize(
+    ("submeshes", "layers", "trips", "schedule"),
+    [((4, 4), (2, 2), (3, 2), "one_f_one_b"), ((2, 2, 4), (2, 1, 2), (1, 3, 1), "zero_bubble")],
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_stack_cut_by_trips(
+    submeshes: tuple[int, ...], layers: tuple[int, ...], trips: tuple[int, ...], schedule: str, dim: int
+) -> None:
+    """Each stage holds its rows of a scanned layer's parameters, stacked on any dim; clipping adds up over all rows."""
+    step, optimizer = stacked_step(dim)
     depth, width = 5, 32
     keys = jax.random.split(jax.random.key(0), 2)
     stack = {"w": jax.random.normal(keys[0], (depth, width, width)) / width, "b": jnp.zeros((depth, width))}

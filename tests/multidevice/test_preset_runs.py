@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from test_found_plans import assert_as_predicted, compiled_collectives
 
 import meshwright as mw
 from meshwright import presets, zoo
-from meshwright._jax.hlo import read_compiled
+from meshwright._jax.hlo import CompiledCollective, read_compiled
 from meshwright.planning.plan_for import Planning, plan_for
 from meshwright.runtime.pipeline.step import PipelinedStep
 from meshwright.runtime.step import PlannedStep
@@ -44,9 +45,15 @@ def assert_as_on_one_device(target: Any, planning: Planning, steps: int = 2) -> 
     assert_equal_trees(whole((found, metrics)), whole((expected, expected_metrics)))
 
 
-def kinds(planning: Planning) -> Counter[str]:
+@cache
+def perceptron_planned(preset: presets.Preset, layers: int) -> tuple[Any, Planning]:
+    target = zoo.mlp(width=32, layers=layers, batch=16)
+    return target, planned(target, preset, microbatches=4)
+
+
+def kinds(planning: Planning, found: list[CompiledCollective] | None = None) -> Counter[str]:
     """Arrays moved, by kind of collective, as predicted; the compiled program moves the same bytes."""
-    assert_as_predicted(planning, compiled_collectives(planning))
+    assert_as_predicted(planning, compiled_collectives(planning) if found is None else found)
     return Counter({kind: c.count for kind, c in planning.plan.collectives().items()})
 
 
@@ -126,7 +133,8 @@ def test_scanned_layers_are_split_like_unrolled_ones() -> None:
 def test_fsdp_outside_tensor_parallelism() -> None:
     target = zoo.bert_layers(**BERT)
     planning = planned(target, presets.fsdp_tp(tp=2))
-    found = kinds(planning)
+    compiled = compiled_collectives(planning)
+    found = kinds(planning, compiled)
     parameters = planning.plan.stages[0].parameters
     assert all("data" in p.gathered for p in parameters)
     # What is gathered whole in every tensor group has its gradient summed there. Of each layer that may be one bias and
@@ -142,12 +150,12 @@ def test_fsdp_outside_tensor_parallelism() -> None:
         "reduce_scatter": len(parameters) - cut,
     }  # fmt: skip
     assert found == wanted
-    small = [c for c in compiled_collectives(planning) if (c.kind, c.group_size) == ("all_reduce", 4)]
+    small = [c for c in compiled if (c.kind, c.group_size) == ("all_reduce", 4)]
     assert sum(c.operands for c in small) == cut + 1  # and the loss
     biases = BERT["layers"] * (3 + 4) * BERT["hidden"]
     assert sum(c.bytes for c in small) == 4 * (biases // 2 + 1)
     activation = 4 * target.example_batch["x"].size // 4
-    sums = [c for c in compiled_collectives(planning) if c.kind == "all_reduce"]
+    sums = [c for c in compiled if c.kind == "all_reduce"]
     assert sum(c.count for c in sums if c.bytes == activation) == 4 * 2 - 1
 
 
@@ -207,8 +215,7 @@ def test_a_parameter_server_takes_all_gradients_and_sends_their_sums() -> None:
     ids=str,
 )
 def test_pipelines(preset: presets.Preset, schedule: str, mesh: dict[str, int]) -> None:
-    target = zoo.mlp(width=32, layers=max(preset.stages, 4), batch=16)
-    planning = planned(target, preset, microbatches=4)
+    target, planning = perceptron_planned(preset, max(preset.stages, 4))
     stages = planning.plan.stages
     assert planning.plan.schedule == schedule
     assert [stage.sizes for stage in stages] == [mesh] * preset.stages * preset.chunks
@@ -236,8 +243,7 @@ def test_pipelines(preset: presets.Preset, schedule: str, mesh: dict[str, int]) 
     ids=str,
 )
 def test_what_pipelines_send(preset: presets.Preset, in_layers: list[list[list[int]]], in_update: list[str]) -> None:
-    target = zoo.mlp(width=32, layers=4, batch=16)
-    planning = planned(target, preset, microbatches=4)
+    _, planning = perceptron_planned(preset, 4)
     activation = 4 * 32 * 4  # of a microbatch of four examples
     sent = [(transfer.source, transfer.target, transfer.bytes) for transfer in planning.plan.transfers]
     assert sent == [(number, number + 1, activation) for number in range(preset.stages - 1)]
