@@ -314,11 +314,19 @@ def test_what_asks_for_a_gpu_is_answered_for_the_one_that_is_planned_for() -> No
         mw.plan_for(wide, samples(16), cluster="dgx-a100-40:1")
 
 
-@pytest.mark.parametrize("cluster", ["dgx-h100:1", pytest.param("tpu-v5p:8", marks=pytest.mark.slow)])
-def test_a_reference_model_with_the_attention_of_its_devices(cluster: str) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "options"),
+    [
+        ("dgx-h100:1", {"preset": "megatron(tp=8)"}),
+        pytest.param("dgx-h100:1", {"stages": 1}, marks=pytest.mark.slow),
+        pytest.param("tpu-v5p:8", {"stages": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_reference_model_with_the_attention_of_its_devices(cluster: str, options: dict[str, Any]) -> None:
     """Its scores, 16 GB of a sample, are in no plan's memory, and it takes less than two thirds of the time."""
     plain, fused = (
-        mw.plan_for(loaded.step, loaded.example_args, cluster=cluster, stages=1).plan.predicted
+        mw.plan_for(loaded.step, loaded.example_args, cluster=cluster, **options).plan.predicted
         for attention in ("plain", "fused")
         for loaded in [load_target("llama3-8b", global_batch=16, attention=attention, cluster=cluster)]
     )

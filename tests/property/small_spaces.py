@@ -19,7 +19,7 @@ from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.pipelines.request import StageRequest
-from meshwright.search.rivals import Budget
+from meshwright.search.rivals import Budget, Found
 from meshwright.search.rivals.exhaustive import Exhaustive
 from meshwright.search.space.choice import Choice
 from meshwright.search.space.space import Space
@@ -85,10 +85,16 @@ def space(name: str, gap: float = 1e-6) -> Space:
 
 
 @cache
+def every_choice_priced() -> tuple[Found, ...]:
+    """What looking at every single choice of `whole` finds."""
+    return tuple(Exhaustive().run(space("whole"), Budget()))
+
+
+@cache
 def optimum(name: str) -> float:
     """Seconds of the best plan."""
     if name == "whole":
-        return [one.seconds for one in Exhaustive().run(space(name), Budget())][-1]
+        return every_choice_priced()[-1].seconds
     if name in STRUCTURES:
         return min(price.seconds for price in map(space(name).price, space(name).structures.all()) if price.fits)
     return min(_least_seconds(space(name), structure) for structure in space(name).structures.all())

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -386,9 +386,14 @@ class Priced:
         )  # fmt: skip
 
 
+@cache
+def priced_case(name: str) -> Priced:
+    return Priced(CASES[name])
+
+
 @pytest.fixture(params=CASES)
 def priced(request: pytest.FixtureRequest) -> Priced:
-    return Priced(CASES[request.param])
+    return priced_case(request.param)
 
 
 @pytest.mark.parametrize("chained", [False, True])
@@ -408,7 +413,7 @@ def test_the_problem_prices_assignments_by_the_definitions(priced: Priced, chain
 
 def test_operators_follow_others() -> None:
     """Else the least of all assignments says nothing of chains."""
-    cases = [Priced(case) for case in CASES.values()]
+    cases = [*map(priced_case, CASES)]
     assert sum(len(one.chained.choices) < len(one.problem.choices) for one in cases) >= 3
 
 
@@ -436,8 +441,8 @@ def test_the_search_finds_the_least_of_all_assignments(priced: Priced) -> None:
 def test_memory_decides_in_most_cases() -> None:
     """The limits above would prove nothing where the fastest plan is also the leanest."""
     bound = 0
-    for case in CASES.values():
-        priced = Priced(case)
+    for name in CASES:
+        priced = priced_case(name)
         fastest = priced.problem.solve(math.inf).solution
         least_memory = solve(priced.problem.problem(math.inf).of_memory()).objective
         bound += priced.problem.solve(least_memory).solution.objective > fastest.objective
