@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import jax
@@ -11,24 +12,35 @@ import pytest
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
 from meshwright.notes.device_memory import memory_notes, warn_of_memory, with_given_memory, with_memory_here
+from meshwright.plan import Plan
 from meshwright.planning.plan_for import plan_for
 from meshwright.targets import load_target
 
 H100 = load_cluster("dgx-h100:2")
 
 
-@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
-def test_plans_are_made_for_what_the_environment_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@cache
+def plan_without_limits() -> Plan:
+    target = load_target("mlp-tiny")
+    return plan_for(target.step, target.example_args, cluster=H100).plan
+
+
+@pytest.mark.parametrize(("name", "stages"), [("XLA_CLIENT_MEM_FRACTION", None), ("XLA_PYTHON_CLIENT_MEM_FRACTION", 1)])
+def test_plans_are_made_for_what_the_environment_gives(
+    name: str, stages: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clusters that are called by name; one that is given says itself what programs may use."""
     target = load_target("mlp-tiny")
     monkeypatch.setenv(name, "0.5")
     limits = [
-        plan_for(target.step, target.example_args, cluster=one).plan.stages[0].memory_limit_bytes
+        plan_for(target.step, target.example_args, cluster=one, stages=stages).plan.stages[0].memory_limit_bytes
         for one in ("dgx-h100:2", H100, "tpu-v5e:8")
     ]
     assert limits[0] == 0.5 * H100.device.memory_bytes
     assert limits[1:] == [one.device.usable_memory_bytes for one in (H100, load_cluster("tpu-v5e:8"))]
-    limited = plan_for(target.step, target.example_args, cluster="dgx-h100:2", memory_per_device=6e6).plan
+    limited = plan_for(
+        target.step, target.example_args, cluster="dgx-h100:2", stages=stages, memory_per_device=6e6
+    ).plan
     assert limited.stages[0].memory_limit_bytes == 6e6
 
 
@@ -85,8 +97,7 @@ def test_devices_that_are_here_say_what_they_give() -> None:
 
 
 def test_a_plan_that_needs_more_than_is_given_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    target = load_target("mlp-tiny")
-    plan = plan_for(target.step, target.example_args, cluster=H100).plan
+    plan = plan_without_limits()
     warn_of_memory(plan, cast("Any", [GPU(None), GPU(2**40)]))
     assert not caplog.records
     warn_of_memory(plan, cast("Any", [GPU(2**40), GPU(1000)]))
@@ -95,8 +106,7 @@ def test_a_plan_that_needs_more_than_is_given_is_warned_of(caplog: pytest.LogCap
 
 def test_memory_that_a_process_has_is_a_share_of_all() -> None:
     """Notes speak of shares of the device's memory: three quarters are what JAX gives, and need no setting."""
-    target = load_target("mlp-tiny")
-    plan = plan_for(target.step, target.example_args, cluster=H100).plan
+    plan = plan_without_limits()
     memory = H100.device.memory_bytes
     here = with_memory_here(H100, cast("Any", [GPU(int(0.75 * memory))]))
     assert here.device.memory_bytes == memory

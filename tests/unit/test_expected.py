@@ -181,7 +181,7 @@ def step_of(loss: Loss) -> tuple[Callable[..., Any], tuple[Any, Any], set[int]]:
         value, gradients = value_and_grad(watched)(weights, x)
         return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], value
 
-    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 8
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
     return step, (weights, jax.ShapeDtypeStruct((1024, 256), jnp.float32)), traced
 
 
@@ -202,7 +202,7 @@ def test_a_search_traces_two_numbers_and_a_third() -> None:
 def test_a_step_that_is_not_linear_is_traced_in_every_number(
     loss: Loss, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = 1e6 if stages == 1 else None  # so little that several microbatches are looked at
+    memory = 0.5e6 if stages == 1 else None  # so little that several microbatches are looked at
     found, traced = planned(loss, stages, memory_per_device=memory)
     monkeypatch.setattr(Expectations, "of", lambda self, first, second, microbatches, trace: None)
     wanted, every = planned(loss, stages, memory_per_device=memory)
