@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -34,14 +35,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def planned(options: dict[str, Any]) -> tuple[Program, Plan]:
+@cache
+def planned(case: str) -> tuple[Program, Plan]:
     target = gpt.build(SMALL)
     found = plan_for(
         target.step,
         (target.example_state, target.example_batch),
         cluster=load_cluster("dgx-a100-80"),
         stages=1,
-        **options,
+        **CASES[case],
     )
     assert isinstance(found.program, Program)
     return found.program, found.plan
@@ -70,7 +72,7 @@ def traced(program: Program, plan: Plan) -> tuple[list[tuple[str, str, str]], in
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_has_the_same_equations_and_peak_as_without_runs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compilers find dead aside: a run leaves all that some later equation reads."""
-    program, plan = planned(CASES[case])
+    program, plan = planned(case)
     equations, peak = traced(program, plan)
     monkeypatch.setattr(Repeats, "evaluate", lambda *_: False)
     plain, plain_peak = traced(program, plan)
@@ -81,7 +83,7 @@ def test_a_step_has_the_same_equations_and_peak_as_without_runs(case: str, monke
 
 @pytest.mark.parametrize(("case", "most"), [("no remat", 0.5), ("remat", 0.5), ("microbatches", 0.5)])
 def test_equal_layers_are_evaluated_once(case: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, plan = planned(CASES[case])
+    program, plan = planned(case)
     counted: Counter[str] = Counter()
 
     def counting(equation: Any, split: Any, operands: Any) -> Any:
