@@ -3,12 +3,14 @@
     python benchmarks/planning_time.py
     python benchmarks/planning_time.py --only gpt3-39b,gpt3-175b --growth
     python benchmarks/planning_time.py --tight
+    python benchmarks/planning_time.py --zoo --only qwen3-32b
 
 Runs `meshwright plan` for large models on large clusters, one after the other, each in a process of its own, and prints
 one JSON object: for each the wall-clock seconds, the CPU seconds, the largest resident memory, what the plan is
 predicted to do, and the seconds that are wanted (Alpa reports 2,393 s of search for the first on its own cluster). With
 `--growth` also gpt3-39b with 12, 24, 48 and 96 layers, and on 8, 16, 32 and 64 hosts; with `--tight`, in the place of
-the large ones, smaller models on so few devices that memory binds, most of them with a Python loop over their layers.
+the large ones, smaller models on so few devices that memory binds, most of them with a Python loop over their layers;
+with `--zoo` every reference model of at most 70B parameters that is not tiny, on 128 H100s.
 Exit status 1 if a command fails or takes longer than wanted. To time it on two cores of a machine of more: `taskset -c
 0,1 python ...`.
 """
@@ -68,6 +70,9 @@ TIGHT = (
     Case(target="gpt3-175b", cluster="dgx-a100-80:16"),
 )
 
+# llama3-70b has 70.6e9 parameters.
+_LARGEST_OF_ZOO = 71e9
+
 GROWTH = tuple(Case(target="gpt3-39b", cluster=f"p3.16xlarge:{hosts}", batch=1024) for hosts in (8, 16, 32, 64))
 
 # The same layer, more often.
@@ -78,6 +83,15 @@ def make():
     target = build(dataclasses.replace(CONFIGS["gpt3-39b"], layers={layers}))
     return target.step, (target.example_state, target.example_batch)
 """
+
+
+def of_the_zoo() -> tuple[Case, ...]:
+    """Every reference model of at most 70B parameters that is not tiny."""
+    from meshwright import zoo
+
+    full = (name for name in zoo.names() if not name.endswith("-tiny"))
+    small = (name for name in full if zoo.build(name).parameters <= _LARGEST_OF_ZOO)
+    return tuple(Case(target=name, cluster="dgx-h100:16", wanted_seconds=30) for name in small)
 
 
 def timed(case: Case, target: str) -> dict[str, object]:
@@ -146,10 +160,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="targets, comma-separated; all if none")
     parser.add_argument("--growth", action="store_true", help="also with more layers, and on more hosts")
     parser.add_argument("--tight", action="store_true", help="models that memory binds, in the place of large ones")
+    parser.add_argument(
+        "--zoo", action="store_true", help="every reference model up to 70B, in the place of large ones"
+    )
     given = parser.parse_args()
     only = {name for name in given.only.split(",") if name}
     where, rows = machine(), []
-    for case in TIGHT if given.tight else CASES:
+    for case in of_the_zoo() if given.zoo else TIGHT if given.tight else CASES:
         if not only or case.target in only:
             rows.append(timed(case, case.target))
             print(f"{case.target} on {case.cluster}: {rows[-1]['seconds']} s", file=sys.stderr)

@@ -21,14 +21,31 @@ UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 # Names that say a size to a tenth; test_zoo_of_today has the others.
 SIZED = tuple(name for name in FULL if re.fullmatch(r"(?!llama3\.2).*-[\d.]+[mbt]", name))
 # A small member of each family, and a tiny one; tracing them makes no array. Windows and mixtures: test_zoo_of_today.
-TINY_TRACED = ("bert-tiny", "gpt-tiny", "llama-tiny", "mlp-tiny", "moe-tiny", "qwen3-tiny", "unet-tiny", "wresnet-tiny")
-TRACED = ("gpt3-125m", "llama3-8b", "moe-380m", "wresnet-250m", "unet-470m", *TINY_TRACED)
+TINY_TRACED = (
+    "bert-tiny", "dit-tiny", "gpt-tiny", "llama-tiny", "mamba2-tiny", "mlp-tiny", "moe-tiny", "qwen3-tiny", "t5-tiny",
+    "unet-tiny", "vit-tiny", "wresnet-tiny",
+)  # fmt: skip
+TRACED = ("gpt3-125m", "llama3-8b", "mamba2-1.3b", "moe-380m", "wresnet-250m", "unet-470m", "vit-g", *TINY_TRACED)
 
 
 def test_names_cover_the_families() -> None:
     assert zoo.names() == tuple(sorted(zoo.names()))
     families = {zoo.build(name).family for name in TINY}
-    assert families >= {"bert", "gemma", "gpt", "llama", "mlp", "moe", "qwen", "unet", "wresnet"}
+    assert families >= {
+        "bert",
+        "dit",
+        "gemma",
+        "gpt",
+        "llama",
+        "mamba",
+        "mlp",
+        "moe",
+        "qwen",
+        "t5",
+        "unet",
+        "vit",
+        "wresnet",
+    }
     assert families == {zoo.build(name).family for name in zoo.names()}
     assert {"gpt3-1t", "llama3-405b", "moe-140b", "wresnet-13b", "unet-2b"} <= set(FULL)
 

@@ -15,7 +15,7 @@ import pytest
 from zoo_traces import drawn, forward_flops
 
 from meshwright import zoo
-from meshwright.zoo import layers
+from meshwright.zoo import layers, mamba, t5, vit
 from meshwright.zoo.decoder import DecoderConfig, Layer, Run, build
 from meshwright.zoo.decoder_attention import GroupedAttention, LatentAttention, rotary_angles
 from meshwright.zoo.decoder_feed_forward import Dense, Mixture, top_k_gating
@@ -33,6 +33,9 @@ PUBLISHED = {
     "llama4-scout": 109.0, "llama4-maverick": 400.0, "mixtral-8x7b": 46.7, "mixtral-8x22b": 141.0,
     "deepseek-v3": 671.0, "deepseek-v3-mtp": 671.0 + 14.0 - 2 * 0.93,  # that layer's 14 with embedding and head
     "kimi-k2": 1040.0, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+    "t5-small": 0.0605, "t5-base": 0.223, "t5-large": 0.738, "t5-3b": 2.85, "t5-11b": 11.3, "vit-l": 0.304,
+    "vit-h": 0.632, "vit-g": 1.843, "dit-b": 0.130, "dit-l": 0.458, "dit-xl": 0.675, "mamba2-1.3b": 1.344,
+    "mamba2-2.7b": 2.703,
     # Table 1 of the report, embedding and others.
     "gemma3-1b": 0.302 + 0.698, "gemma3-4b": 0.675 + 3.209, "gemma3-12b": 1.012 + 10.759, "gemma3-27b": 1.416 + 25.6,
 }  # fmt: skip
@@ -239,3 +242,46 @@ def test_shapes_that_do_not_divide_are_refused(changes: dict[str, int], words: s
     config = dataclasses.replace(CONFIGS["qwen3-moe-tiny"], runs=(Run(pattern=(layer,), repeats=2),))
     with pytest.raises(ValueError, match=re.escape(words)):
         build(config)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 12])
+def test_a_state_space_layer_is_its_recurrence(chunk: int) -> None:
+    x, inputs, outputs = drawn(0, 2, 12, 3, 4), drawn(1, 2, 12, 5), drawn(2, 2, 12, 5)
+    steps = -jnp.abs(drawn(3, 2, 12, 3))
+    found = jax.jit(functools.partial(mamba.state_space, chunk=chunk))(x, steps, inputs, outputs)
+    state, expected = np.zeros((2, 3, 5, 4)), np.zeros(x.shape)
+    for place in range(12):
+        left = np.exp(np.asarray(steps[:, place]))[:, :, None, None]
+        state = left * state + np.einsum("bn,bhp->bhnp", inputs[:, place], x[:, place])
+        expected[:, place] = np.einsum("bn,bhnp->bhp", outputs[:, place], state)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_near_distances_have_a_bucket_each_and_far_ones_share() -> None:
+    causal = np.asarray(t5.distance_buckets(300, 300, causal=True))
+    assert list(causal[299, 299:283:-1]) == list(range(16))
+    assert (causal[0] == 0).all()
+    assert (np.diff(causal[299][::-1]) >= 0).all()
+    assert (causal[299, :171] == 31).all()
+    both = np.asarray(t5.distance_buckets(300, 300, causal=False))
+    np.testing.assert_array_equal(both[150, 151:158], 16 + both[150, 149:142:-1])
+    assert both.max() == 31
+
+
+def test_patches_are_squares_of_an_image() -> None:
+    images = drawn(0, 2, 6, 4, 3)
+    rows = np.asarray(vit.patches_of(images, 2))
+    assert rows.shape == (2, 6, 12)
+    np.testing.assert_array_equal(rows[1, 3].reshape(2, 2, 3), images[1, 2:4, 2:4])
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        (vit, dataclasses.replace(vit.CONFIGS["vit-tiny"], image_size=30), "try image_size=24"),
+        (mamba, dataclasses.replace(mamba.CONFIGS["mamba2-tiny"], sequence=36), "try sequence=32"),
+    ],
+)
+def test_images_and_sequences_that_do_not_divide_are_refused(family: Any, config: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        family.build(config)

@@ -187,6 +187,35 @@ def causal_attention(
     return mixed.transpose(0, 3, 1, 2, 4)
 
 
+def full_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """What each query mixes of all values, (b, q, h, d), with its scores in memory.
+
+    Args:
+        query: (b, q, h, d).
+        key: (b, k, h, d).
+        value: (b, k, h, d).
+        mask: boolean (q, k), True where a query sees a key.
+        bias: float32 (h, q, k), added to the scores.
+        scale: of the scores; None for `d ** -0.5`.
+    """
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
 def self_attention(
     params: dict[str, jax.Array], x: jax.Array, *, causal: bool, attention: Attention = "plain"
 ) -> jax.Array:
@@ -206,12 +235,7 @@ def self_attention(
     if attention != "plain" and causal:
         mixed = causal_attention(query[:, :, :, None, :], key, value, attention)[:, :, :, 0, :]
         return jnp.einsum("bshd,hdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    scores = scores * query.shape[-1] ** -0.5
-    if causal:
-        scores = jnp.where(causal_mask(*scores.shape[-2:]), scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    mixed = full_attention(query, key, value, mask=causal_mask(x.shape[1], x.shape[1]) if causal else None)
     return jnp.einsum("bshd,hdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
 
 

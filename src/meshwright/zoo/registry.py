@@ -12,23 +12,28 @@ from typing import Any
 from . import (
     bert,
     deepseek,
+    dit,
     gemma,
     gpt,
     gpt_oss,
     llama,
     llama4,
+    mamba,
     mixtral,
     moe,
     perceptron,
     qwen,
+    t5,
     unet,
+    vit,
     wide_resnet,
 )
 from .layers import Attention
 from .train import Optimizer, Target
 
 FAMILIES: tuple[Any, ...] = (
-    bert, deepseek, gemma, gpt, gpt_oss, llama, llama4, mixtral, moe, perceptron, qwen, unet, wide_resnet,
+    bert, deepseek, dit, gemma, gpt, gpt_oss, llama, llama4, mamba, mixtral, moe, perceptron, qwen, t5, unet, vit,
+    wide_resnet,
 )  # fmt: skip
 _ENTRIES: dict[str, tuple[Any, Any]] = {
     name: (family, config) for family in FAMILIES for name, config in family.CONFIGS.items()
