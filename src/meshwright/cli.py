@@ -434,11 +434,12 @@ def launch(
 
 
 @app.command()
-def models() -> None:
-    """List the reference models."""
+def models(as_json: _Json = False) -> None:
+    """List the reference models by family, with parameters, model FLOPs and where their shapes are from."""
     from . import zoo
+    from .zoo.listing import show_models
 
-    print("\n".join(zoo.names()))
+    show_models(zoo.entries(), as_json=as_json)
 
 
 @app.command()

@@ -117,6 +117,14 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "models")
     assert status == 0
     assert "gpt-tiny" in out.split()
+    assert "Grattafiori" in out
+    status, out, _ = run(capsys, "models", "--json")
+    assert status == 0
+    llamas = {entry["name"]: entry for entry in json.loads(out)["llama"]}
+    assert llamas["llama3-8b"]["parameters"] == 8_030_261_248
+    # Six FLOPs a parameter, those of the embedding less, and attention's.
+    assert llamas["llama3-8b"]["flops"] == pytest.approx(6 * 8.03e9, rel=0.25)
+    assert llamas["llama3-8b"]["unit"] == "token"
     status, out, _ = run(capsys, "clusters")
     assert status == 0
     assert "p3.16xlarge" in out

@@ -37,6 +37,8 @@ class BertConfig:
     dtype: str = "float32"
 
 
+SOURCE = "layers of Devlin et al. 2018"
+
 CONFIGS: dict[str, BertConfig] = {
     config.name: config
     for config in (BertConfig(name="bert-tiny", layers=2, hidden=64, heads=8, sequence=32, global_batch=16),)

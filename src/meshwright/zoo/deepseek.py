@@ -57,6 +57,8 @@ _TINY_MIXTURE = Mixture(
     experts=16, top_k=4, intermediate=32, shared=32, router="sigmoid", scale=2.5, balance=0.0001, group=32
 )  # fmt: skip
 
+SOURCE = "DeepSeek-AI 2024 (V3, section 4.2); Kimi Team 2025 (K2, table 2); config.json"
+
 CONFIGS: dict[str, DecoderConfig] = {
     config.name: config
     for config in (

@@ -54,6 +54,8 @@ class DiTConfig:
     dtype: str = "bfloat16"
 
 
+SOURCE = "Peebles and Xie 2022, table 1"
+
 CONFIGS: dict[str, DiTConfig] = {
     config.name: config
     for config in (

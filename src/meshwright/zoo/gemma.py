@@ -52,6 +52,8 @@ def _gemma(
     )  # fmt: skip
 
 
+SOURCE = "Gemma Team 2025 (Gemma 3), tables 1 and 2; config.json"
+
 CONFIGS: dict[str, DecoderConfig] = {
     config.name: config
     for config in (

@@ -59,6 +59,8 @@ class GPTConfig:
     kv_heads: int | None = None
 
 
+SOURCE = "Brown et al. 2020; Zheng et al. 2022 (Alpa); Narayanan et al. 2021 (1T)"
+
 CONFIGS: dict[str, GPTConfig] = {
     config.name: config
     for config in (

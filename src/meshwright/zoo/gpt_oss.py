@@ -42,6 +42,8 @@ def _mixture(experts: int) -> Mixture:
     return Mixture(experts=experts, top_k=4, intermediate=2880, activation="clamped", bias=True)
 
 
+SOURCE = "OpenAI 2025 (model card), table 1; config.json"
+
 CONFIGS: dict[str, DecoderConfig] = {
     config.name: config
     for config in (

@@ -43,6 +43,8 @@ class LlamaConfig:
     tied: bool = False
 
 
+SOURCE = "Grattafiori et al. 2024, table 3; params.json of Llama 3.2"
+
 CONFIGS: dict[str, LlamaConfig] = {
     config.name: config
     for config in (

@@ -57,6 +57,8 @@ def _mixture(experts: int, intermediate: int = 8192, group: int = 256) -> Mixtur
     )  # fmt: skip
 
 
+SOURCE = "Meta 2025 (model cards); config.json"
+
 CONFIGS: dict[str, DecoderConfig] = {
     config.name: config
     for config in (

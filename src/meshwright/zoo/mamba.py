@@ -48,6 +48,8 @@ class MambaConfig:
     dtype: str = "bfloat16"
 
 
+SOURCE = "Dao and Gu 2024; config.json"
+
 CONFIGS: dict[str, MambaConfig] = {
     config.name: config
     for config in (

@@ -22,6 +22,8 @@ def _mixtral(
     return DecoderConfig(name=name, family="mixtral", hidden=hidden, runs=(run,), **sizes)
 
 
+SOURCE = "Jiang et al. 2024, table 1; config.json"
+
 CONFIGS: dict[str, DecoderConfig] = {
     config.name: config
     for config in (

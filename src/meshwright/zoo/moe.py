@@ -59,6 +59,8 @@ class MoEConfig:
     intermediate: int | None = None
 
 
+SOURCE = "Lepikhin et al. 2020; Zheng et al. 2022 (Alpa)"
+
 CONFIGS: dict[str, MoEConfig] = {
     config.name: config
     for config in (

@@ -28,6 +28,8 @@ class MLPConfig:
     dtype: str = "float32"
 
 
+SOURCE = "none: layers of any size"
+
 CONFIGS: dict[str, MLPConfig] = {
     config.name: config for config in (MLPConfig(name="mlp-tiny", width=64, layers=6, global_batch=32),)
 }

@@ -45,6 +45,8 @@ def _experts(intermediate: int) -> Mixture:
     return Mixture(experts=128, top_k=8, intermediate=intermediate, balance=0.001)
 
 
+SOURCE = "Yang et al. 2025 (Qwen3), tables 1 and 2; config.json"
+
 CONFIGS: dict[str, DecoderConfig] = {
     config.name: config
     for config in (

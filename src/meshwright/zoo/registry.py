@@ -1,6 +1,7 @@
 """Reference models by name.
 
-Each family's module offers `CONFIGS`, frozen shapes by name, and `build(config, optimizer=, remat=)`.
+Each family's module offers `CONFIGS`, frozen shapes by name, `SOURCE`, where they are from, and
+`build(config, optimizer=, remat=)`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,46 @@ def names() -> tuple[str, ...]:
     True
     """
     return tuple(sorted(_ENTRIES))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a reference model is, in a line.
+
+    Attributes:
+        name: that `build` takes.
+        family: of models like it.
+        parameters: number of trained scalars.
+        flops: model FLOPs, forward and backward, of a `unit`.
+        unit: "token", of a text as long as the model's samples are by default, or "sample".
+        source: where its shape is from.
+    """
+
+    name: str
+    family: str
+    parameters: int
+    flops: float
+    unit: str
+    source: str
+
+
+def entries() -> tuple[Entry, ...]:
+    """Every reference model, by family and size.
+
+    >>> next(entry.parameters for entry in entries() if entry.name == "llama3-8b")
+    8030261248
+    """
+    found = []
+    for name, (family, config) in _ENTRIES.items():
+        target = family.build(config)
+        texts = [target.example_batch[key] for key in ("tokens", "previous") if key in target.example_batch]
+        tokens = sum(text.shape[1] for text in texts)
+        entry = Entry(
+            name=name, family=target.family, parameters=target.parameters, source=family.SOURCE,
+            flops=target.model_flops_per_sample / (tokens or 1), unit="token" if tokens else "sample",
+        )  # fmt: skip
+        found.append(entry)
+    return tuple(sorted(found, key=lambda entry: (entry.family, entry.parameters, entry.name)))
 
 
 def build(

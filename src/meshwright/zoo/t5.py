@@ -48,6 +48,8 @@ class T5Config:
     dtype: str = "bfloat16"
 
 
+SOURCE = "Raffel et al. 2020, section 3.7"
+
 CONFIGS: dict[str, T5Config] = {
     config.name: config
     for config in (

@@ -51,6 +51,8 @@ class UNetConfig:
     dtype: str = "float32"
 
 
+SOURCE = "Ho et al. 2020; Zheng et al. 2022 (Alpa)"
+
 CONFIGS: dict[str, UNetConfig] = {
     config.name: config
     for config in (

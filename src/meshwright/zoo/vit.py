@@ -49,6 +49,8 @@ class ViTConfig:
     dtype: str = "bfloat16"
 
 
+SOURCE = "Dosovitskiy et al. 2020, table 1; Zhai et al. 2021, table 2"
+
 CONFIGS: dict[str, ViTConfig] = {
     config.name: config
     for config in (

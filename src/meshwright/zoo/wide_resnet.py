@@ -49,6 +49,8 @@ class WideResNetConfig:
 
 FIFTY, HUNDRED_AND_ONE = (3, 4, 6, 3), (3, 4, 23, 3)
 
+SOURCE = "Zagoruyko and Komodakis 2016; Zheng et al. 2022 (Alpa)"
+
 CONFIGS: dict[str, WideResNetConfig] = {
     config.name: config
     for config in (
