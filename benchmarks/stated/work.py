@@ -130,7 +130,7 @@ def _movements(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple
         again = problem.forward_runs(operator) - 1
         for inner in problem.prices.inner_collectives(graph, operator, choice.algorithm):
             n = operator.repeats
-            runs = Runs(forward=n, again=n * again, backward=n * float(inner.mirrored))
+            runs = Runs(forward=n * inner.forward, again=n * again * inner.forward, backward=n * float(inner.backward))
             yield _movement(inner.kind, inner.size_bytes, inner.axes, False), runs
 
 

@@ -48,9 +48,12 @@ def test_a_last_wave_of_few_tiles_costs_a_whole_one() -> None:
     assert rate(one, profile) > 1.2 * rate(more, profile)
 
 
-def test_attention_counts_what_a_causal_mask_leaves() -> None:
-    kernel = Kernel("attention", 1e12, 1e6, "bfloat16")
+def test_attention_counts_what_a_mask_leaves_and_is_slower_with_narrow_heads() -> None:
+    kernel = Kernel("attention", 1e12, 1e6, "bfloat16", (0.5, 0.0))
     assert kernel_seconds(kernel, A100, PLAIN) == pytest.approx(0.5e12 / (0.5 * 312e12))
+    # FlashAttention-3, figure 5: cuDNN at 16,384 positions with heads of 64 and of 128.
+    wide, narrow = (kernel_seconds(kernel._replace(shape=(1.0, size)), A100, PLAIN) for size in (128.0, 64.0))
+    assert narrow / wide == pytest.approx(595 / 413, rel=0.03)
 
 
 def test_memory_passes_as_often_as_the_profile_says() -> None:
@@ -91,7 +94,7 @@ def test_all_but_what_is_fused_is_started() -> None:
     device = replace(A100, kernel_launch_seconds=3e-6)
     kernels = [
         product(64, 64, 64), product(1, 64, 64), Kernel("convolution", 1e6, 1e3, "bfloat16"),
-        Kernel("attention", 1e6, 1e3, "bfloat16"), Kernel("stored", 0.0, 1e3), Kernel("fused", 0.0, 1e3),
+        Kernel("attention", 1e6, 1e3, "bfloat16", (0.5, 0.0)), Kernel("stored", 0.0, 1e3), Kernel("fused", 0.0, 1e3),
     ]  # fmt: skip
     starts = [kernel_seconds(k, device, PLAIN) - kernel_seconds(k, A100, PLAIN) for k in kernels]
     assert starts == pytest.approx([*[3e-6] * 5, 0.0])

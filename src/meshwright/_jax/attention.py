@@ -9,6 +9,7 @@ of its scores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -69,35 +70,14 @@ def tensors_of(equation: Equation) -> tuple[list[str], list[str]]:
 
 
 def attention_flops(equation: Equation) -> float:
-    """FLOPs of what the mask leaves: two products forward, five backward."""
-    query, key, value = (
-        atom.aval.shape for atom in equation.invars[-6 if equation.primitive.name == TANGENT else 0 :][:3]
-    )
-    batch, queries, key_heads, group, size = query
-    seen = seen_scores(equation.params["options"].mask, queries, key[1])
-    products = 2.0 * (size + value[-1]) if equation.primitive.name == FORWARD else 2.0 * (3 * size + 2 * value[-1])
-    return products * batch * key_heads * group * seen
-
-
-def seen_scores(mask: Mask, queries: int, keys: int) -> float:
-    """Pairs of a query and a key that it sees.
-
-    >>> seen_scores(Mask(causal=True), 4, 4), seen_scores(Mask(causal=True, window=2), 4, 4), seen_scores(Mask(), 2, 3)
-    (10.0, 7.0, 6.0)
-    """
-    if not mask.causal:
-        return float(queries * keys)
-
-    def up_to(last: int) -> float:
-        """Sum of min(max(q + last, 0), keys) over the queries q."""
-        rising = range(max(last, 0), min(max(queries + last, 0), keys))
-        full = max(queries + last - max(keys, last), 0)
-        return float(sum(rising) + full * keys) if len(rising) < 2 else (
-            (rising[0] + rising[-1]) * len(rising) / 2 + full * keys
-        )  # fmt: skip
-
-    whole = up_to(mask.offset + 1)
-    return whole if mask.window is None else whole - up_to(mask.offset + 1 - mask.window)
+    """FLOPs of all scores within the window, also those that a causal mask hides: two products forward, five back."""
+    given, _ = tensors_of(equation)
+    at = given.index(QUERY) if equation.primitive.name != TANGENT else sum(equation.params["moving"])
+    query, key, value = (atom.aval.shape for atom in equation.invars[at : at + 3])
+    window = equation.params["options"].mask.window
+    scores = prod(query[:-1]) * (key[1] if window is None else min(window, key[1]))
+    products = (1, 1) if equation.primitive.name == FORWARD else (3, 2)
+    return 2.0 * scores * (products[0] * query[-1] + products[1] * value[-1])
 
 
 def attention(

@@ -9,8 +9,8 @@
   grow with each dim, and doubling a dim at most doubles them.
 * *Convolutions*: the same by their FLOPs, without tiles; slower with few features where a profile says so, since
   features lie in the lanes of one instruction.
-* *Fused attention*: FLOPs that a causal mask leaves (half), at a fraction of its own; its backward pass has 2.5 times
-  the products (it computes the scores again).
+* *Fused attention*: FLOPs that a mask leaves, at a fraction of its own, which grows with heads of up to 128; its
+  backward pass has 2.5 times the products (it computes the scores again).
 * *Chains* of elementwise operations, reductions and softmax: what is stored passes through memory as often as the
   profile says; what is fused into its readers costs a share of that. Where arithmetic is not much faster than memory
   (`Device.vector_flops`) it comes on top of what is stored, and is what the rest costs.
@@ -18,8 +18,8 @@
 
 All but what is fused into others costs a start (`Device.kernel_launch_seconds`).
 
-Known limits: waves are those of one tile size for each device; libraries also split K and choose among tiles. Every
-fused attention is taken to be causal.
+Known limits: waves are those of one tile size for each device; libraries also split K and choose among tiles. A fused
+attention that says nothing of its mask is taken to be causal.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ KernelKind = Literal["product", "convolution", "attention", "stored", "fused", "
 
 # Backward products of fused attention for each forward one: five instead of two.
 ATTENTION_BACKWARD = 2.5
+
+# The size of heads at which attention is at its profile's fraction.
+_WIDE_HEAD = 128
 
 # Processors that each compute a tile of a result; edges of tiles, with the share of its rate that each reaches.
 _PROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "H200": 132, "B200": 148, "4090": 128, "P40": 30}
@@ -52,7 +55,8 @@ class Kernel(NamedTuple):
       flops: multiply-adds counted as two; of chains counted in additions (`cost.chains`), where they matter.
       moved_bytes: read and written; of chains and transposes written.
       dtype: of its operands; empty for chains and transposes.
-      shape: of a product: batch, M, N and K; of a convolution: features it makes; empty otherwise.
+      shape: of a product: batch, M, N and K; of a convolution: features it makes; of attention: the share of its scores
+        that the mask leaves, and the size of its heads, 0 if not known; empty otherwise.
     """
 
     kind: KernelKind
@@ -104,8 +108,11 @@ def arithmetic_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfil
         return 0.0
     peak = device.peak_flops.get(kernel.dtype, device.peak_flops["float32"])
     if kernel.kind == "attention":
-        # A causal mask leaves half of the scores.
-        return 0.5 * kernel.flops / (profile.attention * peak)
+        seen, size = kernel.shape
+        # cuDNN on H100, FLOP/s with heads of 64 to those of 128: 413 to 595 (Shah et al. 2024, FlashAttention-3,
+        # figure 5, 16,384 positions).
+        narrow = min(size / _WIDE_HEAD, 1.0) ** 0.5 if size else 1.0
+        return seen * kernel.flops / (profile.attention * narrow * peak)
     if kernel.kind == "convolution":
         return kernel.flops / (profile.convolution * peak)
     reached = profile.narrow if kernel.dtype.startswith("float8") else profile.matmul

@@ -1,9 +1,11 @@
-"""What a plan does over each mesh axis, in the words of the field: data, tensor and expert parallel, ZeRO, spatial.
+"""What a plan does over each mesh axis, in the words of the field: data, tensor, context and expert parallel, ZeRO.
 
 A plan says how values and operators are split, not why. An axis *runs over the batch* if gradients are summed over it
 and it splits dim 0 of an input, or (an input may be held whole, taking a block of it is free) the leading factor of
 every matrix product that it splits: that is data parallel. Optimizer state split further than its parameter is
-ZeRO-1 or 2; a parameter split and gathered at use is ZeRO-3; one used split is tensor or expert parallel.
+ZeRO-1 or 2; a parameter split and gathered at use is ZeRO-3; one used split is tensor or expert parallel. An axis that
+splits the positions of attention is context parallel; of one that splits its heads and no weights the sequence is
+split everywhere else, with an all-to-all between.
 """
 
 from __future__ import annotations
@@ -11,6 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..plan import ParameterPlan, Stage
+
+# `meshwright.attention`, and of its factors those of query positions, heads and key positions (`program.attention`).
+_ATTENTION, _QUERIES, _HEADS, _KEYS = "attention", 1, (2, 3), 5
+# Operators whose blocks have borders.
+_WINDOWED = ("conv_general_dilated", "reduce_window")
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
@@ -28,6 +35,7 @@ class AxisRole:
       stored: parameters whose optimizer state it splits further than the parameter (ZeRO-1 and 2).
       exchanges: whether neighbours in the stage exchange borders.
       central: whether one device sums the gradients for all.
+      attention: how it splits attention, in words, if it does not split its batch or weights.
     """
 
     axis: str
@@ -38,6 +46,7 @@ class AxisRole:
     stored: tuple[ParameterPlan, ...]
     exchanges: bool
     central: bool = False
+    attention: tuple[str, ...] = ()
 
     @property
     def gathered(self) -> tuple[ParameterPlan, ...]:
@@ -78,6 +87,7 @@ class AxisRole:
             found.append(f"tensor parallel ({', '.join(sorted(ways))})" if ways else "tensor parallel")
         if experts:
             found.append("expert parallel")
+        found.extend(self.attention)
         return tuple(found)
 
 
@@ -102,6 +112,7 @@ def _role(axis: str, stage: Stage) -> AxisRole:
     ]
     always = bool(leading) and all(leading)
     summed = tuple(p for p in parameters if axis in p.use.broadcast)
+    windowed = any(operator.name.startswith(_WINDOWED) for operator in stage.operators)
     return AxisRole(
         axis=axis,
         input_dims=tuple(sorted(d for d in dims if d is not None)),
@@ -109,6 +120,28 @@ def _role(axis: str, stage: Stage) -> AxisRole:
         summed=summed,
         split=tuple(p for p in parameters if axis in p.use.sharded_axes),
         stored=tuple(p for p in parameters if axis in p.stored_axes),
-        exchanges=any(c.kind == "permute" for c in stage.communication) and stage.gradient_exchange == "collective",
+        exchanges=windowed and _has(stage, "permute") and stage.gradient_exchange == "collective",
         central=stage.gradient_exchange == "central",
+        attention=_of_attention(axis, stage),
     )
+
+
+def _has(stage: Stage, kind: str) -> bool:
+    return any(one.kind == kind for one in stage.communication)
+
+
+def _of_attention(axis: str, stage: Stage) -> tuple[str, ...]:
+    """How an axis splits attention, but for its batch, and its heads where weights are split over the same axis."""
+    splits_weights = any(axis in p.use.sharded_axes and axis not in p.gathered for p in stage.parameters)
+    splits_weights |= not _has(stage, "all_to_all")
+    found = set()
+    for operator in stage.operators:
+        if operator.name != _ATTENTION:
+            continue
+        if axis in operator.axes[_QUERIES]:
+            found.add(f"context parallel ({'ring' if axis in operator.axes[_KEYS] else 'gathered keys'})")
+        elif (
+            any(axis in operator.axes[factor] for factor in _HEADS) and not splits_weights and _has(stage, "all_to_all")
+        ):
+            found.add("sequence parallel (all-to-all)")
+    return tuple(sorted(found))

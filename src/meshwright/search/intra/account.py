@@ -172,12 +172,11 @@ def _of_operators(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[
         count = problem.microbatches * operator.repeats
         again = problem.forward_runs(operator) - 1
         for inner in problem.prices.inner_collectives(graph, operator, choice.algorithm):
-            yield Issued(kind=inner.kind, axes=inner.axes, size_bytes=inner.size_bytes, count=count, when="forward")
-            if again + inner.mirrored:
-                yield Issued(
-                    kind=inner.kind, axes=inner.axes, size_bytes=inner.size_bytes,
-                    count=(again + inner.mirrored) * count, when="backward",
-                )  # fmt: skip
+            for runs, when in ((inner.forward, "forward"), (again * inner.forward + inner.backward, "backward")):
+                if runs:
+                    yield Issued(
+                        kind=inner.kind, axes=inner.axes, size_bytes=inner.size_bytes, count=runs * count, when=when
+                    )
 
 
 def _of_parameters(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[Issued]:

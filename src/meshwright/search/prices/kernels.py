@@ -20,6 +20,7 @@ from ...cost.kernels import ATTENTION_BACKWARD, Kernel
 from ...program.graph import Graph, Operator
 from ...sharding import Algorithm, Spec
 from .product_orders import operand_factors, product_factors, product_orders, sliced_operands
+from .ring import ATTENTION, positions_of
 
 
 class Gradient(NamedTuple):
@@ -67,9 +68,10 @@ class KernelsOf:
         if self._operator.name == "conv_general_dilated":
             return self._convolution(algorithm)
         if self._operator.matmul:
-            attention = _is_attention(self._operator)
-            kernel = Kernel("attention" if attention else "product", *self._whole(algorithm, self._cuts(algorithm)))
-            return _again(kernel, self._moving, ATTENTION_BACKWARD if attention else float(len(self._moving)))
+            whole, mask = self._whole(algorithm, self._cuts(algorithm)), _attention(self._operator)
+            if mask is not None:
+                return _again(Kernel("attention", *whole, mask), self._moving, ATTENTION_BACKWARD)
+            return _again(Kernel("product", *whole), self._moving, float(len(self._moving)))
         work = chain_flops(self._operator) / parts_of(algorithm, self._sizes) if self._device.vector_flops else 0.0
         written = 0.0 if self._is_free else sum(self._local(self._made_bytes, algorithm.results))
         kernel = plain_kernel(self._operator, self._device, written, work, stored=self._stored)
@@ -89,7 +91,8 @@ class KernelsOf:
         moved = sum(self._local(self._bytes, algorithm.operands)) + sum(
             self._local(self._made_bytes, algorithm.results)
         )
-        return self._operator.flops / prod(cuts), moved, self._dtype
+        parts = (cut for cut, f in zip(cuts, self._operator.rule.factors, strict=True) if f.with_factor is None)
+        return self._operator.flops / prod(parts), moved, self._dtype
 
     def _extent(self, factors: Set[int], cuts: Sequence[int]) -> float:
         """The local extent of factors together."""
@@ -150,12 +153,13 @@ def is_plain(operator: Operator) -> bool:
 
 def moves_nothing(operator: Operator) -> bool:
     """Whether no split of an operator has collectives inside: no maxima to combine, no borders to exchange."""
-    return operator.combine not in ("max", "min") and all(one.kind != "spatial" for one in operator.rule.factors)
+    kinds = {one.kind for one in operator.rule.factors}
+    return operator.combine not in ("max", "min") and kinds.isdisjoint(("spatial", "circulating"))
 
 
 def parts_of(algorithm: Algorithm, sizes: Mapping[str, int]) -> int:
     """The number of devices that share the work of an operator."""
-    return prod([sizes[axis] for split in algorithm.axes for axis in split])
+    return prod([sizes[axis] for axis in {axis for split in algorithm.axes for axis in split}])
 
 
 def chain_flops(operator: Operator) -> float:
@@ -185,11 +189,18 @@ def _again(kernel: Kernel, moving: list[int], runs: float) -> OperatorKernels:
     return OperatorKernels(forward=kernel, gradients=gradients)
 
 
-def _is_attention(operator: Operator) -> bool:
-    """Whether a call that holds products is attention: keys and values share positions that neither the queries nor
-    the result have."""
+def _attention(operator: Operator) -> tuple[float, float] | None:
+    """Of attention the share of its scores that the mask leaves, and the size of its heads, 0 if not known; None of
+    others.
+
+    A call that holds products is attention if keys and values share positions that neither the queries nor the result
+    have. Of `meshwright.attention` a window is in the FLOPs.
+    """
+    if operator.name == ATTENTION:
+        keys, head = operator.rule.factors[positions_of(operator)[1]], operator.rule.operands[0][-1][0]
+        return (0.5 if keys.granule > 1 else 1.0), float(operator.rule.factors[head].size)
     if operator.name != "custom_vjp_call" or len(operator.operands) < 3:
-        return False
+        return None
     tensors = [{factor for dim in tensor for factor in dim} for tensor in operator.rule.operands]
     result = {factor for dim in operator.rule.results[0] for factor in dim}
-    return bool((tensors[1] & tensors[2]) - tensors[0] - result)
+    return (0.5, 0.0) if (tensors[1] & tensors[2]) - tensors[0] - result else None

@@ -29,18 +29,27 @@ from .kernels import (
     plain_kernel,
 )
 from .of_choices import OperatorPrices, ParameterPrices
+from .ring import Ring, exposed_seconds, ring_of
 from .spec_row import SpecRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerCollective:
-    """A collective inside an operator: its kind (`cost.collective`), its buffer on one device, the mesh axes it spans,
-    and whether the derivative makes the same one again."""
+    """Collectives inside an operator.
+
+    Args:
+      kind: as in `cost.collective`.
+      size_bytes: of the buffer on one device.
+      axes: of the mesh that they span.
+      backward: how many the derivative makes.
+      forward: how many a run of the operator makes.
+    """
 
     kind: str
     size_bytes: float
     axes: tuple[str, ...]
-    mirrored: bool
+    backward: int
+    forward: int = 1
 
 
 @lru_cache(maxsize=512)
@@ -178,13 +187,26 @@ class Prices:
                 seconds = gradient.runs * self.kernel(gradient.kernel)
                 backward += seconds
                 weight += (operator.operands[gradient.operand] in of_parameters) * seconds
+            forward = sum(map(self.kernel, (found.forward, *found.copies)))
+            ring = ring_of(graph, operator, algorithm, self.sizes)
+            if ring is not None:
+                forward, backward, inside, mirrored = self._of_ring(ring, forward, backward)
+                still = True
             for one in () if still else self.inner_collectives(graph, operator, algorithm):
                 seconds = self.collective(one.kind, one.size_bytes, one.axes)
-                inside += seconds
-                mirrored += one.mirrored * seconds
-            forward = sum(map(self.kernel, (found.forward, *found.copies)))
+                inside += one.forward * seconds
+                mirrored += one.backward * seconds
             parts.append((forward, backward, inside, mirrored, weight))
         return parts
+
+    def _of_ring(self, ring: Ring, forward: float, backward: float) -> tuple[float, float, float, float]:
+        """Seconds of attention over split positions, from those of its kernels in one piece: of compute forward and
+        backward, and of collectives that it does not hide."""
+        merging = self.kernel(Kernel("stored", 0.0, ring.merged_bytes)) if ring.merged_bytes else 0.0
+        again = (ring.steps - 1) * self.device.kernel_launch_seconds
+        seconds = forward + again + (ring.steps - 1) * merging, backward and backward + again
+        inside, mirrored = exposed_seconds(ring, seconds, lambda size: self.collective("permute", size, ring.axes))
+        return *seconds, inside, mirrored
 
     def _sliced(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[float, float]:
         """Seconds of one run of a scan's link forward and backward: what it takes out of a stack may be copied."""
@@ -213,9 +235,17 @@ class Prices:
 
     def inner_collectives(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[InnerCollective, ...]:
         """The collectives inside one forward run of an operator: partial maxima combined, borders exchanged with
-        neighbours."""
+        neighbours, keys and values on a ring."""
         if moves_nothing(operator):
             return ()
+        ring = ring_of(graph, operator, algorithm, self.sizes)
+        if ring is not None:
+            return tuple(
+                InnerCollective(
+                    kind="permute", size_bytes=size, axes=ring.axes, forward=forward, backward=backward
+                )
+                for size, forward, backward in (*ring.turns, *ring.blocks)
+            )  # fmt: skip
         found = []
         split = [(f.kind, axes) for f, axes in zip(operator.rule.factors, algorithm.axes, strict=True) if axes]
         reduced = tuple(axis for kind, axes in split if kind == "reduction" for axis in axes)
@@ -223,12 +253,12 @@ class Prices:
             for position, index in enumerate(operator.results):
                 if index is not None:
                     size = graph.values[index].bytes / algorithm.results[position].shards(self.sizes)
-                    found.append(InnerCollective(kind="all_reduce", size_bytes=size, axes=reduced, mirrored=False))
+                    found.append(InnerCollective(kind="all_reduce", size_bytes=size, axes=reduced, backward=0))
         if any(kind == "spatial" for kind, _ in split):
             value = graph.values[operator.operands[0] or 0]
             for move in halo_bytes(operator.rule, algorithm.axes, value.shape, value.itemsize, self.sizes):
-                mirrored = operator.differentiated and value.differentiated
+                again = int(operator.differentiated and value.differentiated)
                 found.append(
-                    InnerCollective(kind="permute", size_bytes=move.size_bytes, axes=move.axes, mirrored=mirrored)
+                    InnerCollective(kind="permute", size_bytes=move.size_bytes, axes=move.axes, backward=again)
                 )
         return tuple(found)
