@@ -131,7 +131,7 @@ def model_of(row: Row, generation: Generation, batch: int, device: Device) -> tu
     wide_inner = number(row, "d_ff") or 4 * sizes["hidden"]
     return gpt, gpt.GPTConfig(
         **sizes, global_batch=batch, dtype=dtype, scan=True,
-        attention="operator" if generation.fused_attention else "plain",
+        attention="fused" if generation.fused_attention else "plain",
         positions=generation.name != "llm-foundry",
         intermediate=None if wide_inner == 4 * sizes["hidden"] else wide_inner,
         kv_heads=None if number(row, "n_kv_heads") == sizes["heads"] else number(row, "n_kv_heads"),
@@ -199,5 +199,5 @@ def _llama(row: Row, generation: Generation, batch: int, dtype: str) -> llama.Ll
         raise Inexpressible(f"{row['model']}: heads of {head} features, needed an even number for rotary positions")
     return llama.LlamaConfig(
         **sizes, kv_heads=kv, intermediate=inner, global_batch=batch, dtype=dtype,
-        attention="operator" if generation.fused_attention else "plain", head_dim=head,
+        attention="fused" if generation.fused_attention else "plain", head_dim=head,
     )  # fmt: skip

@@ -36,6 +36,7 @@ _Target = Annotated[
     typer.Argument(metavar="TARGET", help="A model of `meshwright models`, or file.py:function for (step, arguments)."),
 ]
 _GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples a step; the target's own by default.")]
+_Sequence = Annotated[int | None, typer.Option(min=1, help="Positions of a sample of a reference model.")]
 _Attention = Annotated[
     str, typer.Option(metavar="plain|fused", help="A reference model's attention: with scores in memory, or a kernel.")
 ]
@@ -93,6 +94,7 @@ def plan(
         str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
     ] = "local",
     global_batch: _GlobalBatch = None,
+    sequence: _Sequence = None,
     attention: _Attention = "plain",
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
@@ -127,7 +129,7 @@ def plan(
         from .planning.plan_for import plan_for
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
+        loaded = load_target(target, global_batch=global_batch, sequence=sequence, attention=attention)
         tell(f"planning {target} for {cluster}")
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
@@ -185,7 +187,7 @@ def compare(
         from .compare import compare as compare_plans, comparison_document, comparison_text
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
+        loaded = load_target(target, global_batch=global_batch, attention=attention)
         compared = compare_plans(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
             tell=lambda text: tell(f"{target} on {cluster}: {text}"),
@@ -226,7 +228,7 @@ def searches(
         from .searches import run_searches, searches_document, searches_svg, searches_text
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
+        loaded = load_target(target, global_batch=global_batch, attention=attention)
         searched = run_searches(
             loaded.step, loaded.example_args, cluster=cluster, stages=parse_stages(stages), seed=seed,
             methods=None if methods is None else [name.strip() for name in methods.split(",")],
@@ -261,7 +263,7 @@ def schemes(
         from .schemes import analyse, schemes_document, schemes_text
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
+        loaded = load_target(target, global_batch=global_batch, attention=attention)
         analysed = analyse(
             loaded.step, loaded.example_args, cluster=cluster, microbatches=microbatches, stages=stages,
             tell=lambda text: tell(f"{target} on {cluster}: {text}"),
@@ -342,7 +344,7 @@ def verify(
         from .targets import load_target
         from .verify import verify as run
 
-        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
+        loaded = load_target(target, global_batch=global_batch, attention=attention)
         verification = run(
             loaded, devices=devices, cluster=cluster, plan=plan, tell=lambda text: tell(f"{target}: {text}"), **options
         )

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 from . import zoo
 from ._jax.jitted import bound_to_static
-from .cluster import load_cluster
 from .cluster.errors import near_names
 from .errors import PlanError
 
@@ -50,7 +49,7 @@ class LoadedTarget:
 
 
 def load_target(
-    text: str, *, global_batch: int | None = None, attention: str = "plain", cluster: str | None = "local"
+    text: str, *, global_batch: int | None = None, sequence: int | None = None, attention: str = "plain"
 ) -> LoadedTarget:
     """The target that `text` names.
 
@@ -58,9 +57,8 @@ def load_target(
       text: a name of `zoo.names()`, or `file.py:function`. The function is called without arguments, or with
         `global_batch=` if that is given, and returns `(step, example_args)`.
       global_batch: samples a step; None for the target's own.
-      attention: of a reference model: "plain", its scores in memory, or "fused", by the kernel of the devices (cuDNN on
-        GPUs, splash attention on TPUs, one operator elsewhere).
-      cluster: by name, or None: whose devices these are.
+      sequence: of a reference model, the positions of a sample; None for its own.
+      attention: of a reference model: "plain", its scores in memory, or "fused", by `meshwright.attention`.
 
     Raises:
       TargetError: if there is no such model, file or function, or the function returns something else.
@@ -80,26 +78,23 @@ def load_target(
             try_=near_names(text, zoo.names()),
         )  # fmt: skip
     try:
-        return zoo_target(zoo.build(text, global_batch=global_batch, attention=_kernel(attention, cluster)))
+        kind = _attention(attention)
+        return zoo_target(zoo.build(text, global_batch=global_batch, sequence=sequence, attention=kind))
     except ValueError as error:
         raise TargetError(
             refused=f"the target {text!r}", got=str(error), needed="sizes and attention that this model has",
-            where="--global-batch, --attention", try_="leaving them out",
+            where="--global-batch, --sequence, --attention", try_="leaving them out",
         ) from error  # fmt: skip
 
 
-def _kernel(attention: str, cluster: str | None) -> Any:
-    """The attention of a reference model on a cluster; None for its own."""
+def _attention(attention: str) -> Any:
+    """The attention of a reference model; None for its own."""
     if attention not in ("plain", "fused"):
         raise TargetError(
             refused="the attention", got=repr(attention), needed="plain or fused", where="--attention",
             try_="--attention fused",
         )  # fmt: skip
-    if attention == "plain":
-        return None
-    here = cluster is None or cluster == "local"
-    platform = jax.default_backend() if here else load_cluster(cluster).device.platform
-    return {"gpu": "cudnn", "tpu": "splash"}.get(platform, "operator")
+    return None if attention == "plain" else attention
 
 
 def zoo_target(target: zoo.Target) -> LoadedTarget:

@@ -158,7 +158,7 @@ def test_what_is_left_over_goes_to_inner_stages() -> None:
 
 
 def test_fused_attention_is_one_kernel_and_keeps_no_scores() -> None:
-    plain, fused = (solved(StatedPlan(), small(attention=kind)) for kind in ("plain", "operator"))
+    plain, fused = (solved(StatedPlan(), small(attention=kind)) for kind in ("plain", "fused"))
     kernels = [kernel.kind for kernel, _ in fused.kinds["only"].work.kernels]
     assert kernels.count("attention") == 1
     assert fused.kinds["only"].kept.eager < plain.kinds["only"].kept.eager
@@ -167,7 +167,7 @@ def test_fused_attention_is_one_kernel_and_keeps_no_scores() -> None:
 def test_context_devices_split_the_sequence_and_gather_keys() -> None:
     config = llama.LlamaConfig(
         name="small", hidden=512, layers=4, heads=8, kv_heads=4, intermediate=1024, vocabulary=1024, sequence=1024,
-        global_batch=2, attention="operator",
+        global_batch=2, attention="fused",
     )  # fmt: skip
     whole, split = (solved(StatedPlan(context=n, data=1), config).kinds["only"] for n in (1, 4))
 

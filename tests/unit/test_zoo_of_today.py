@@ -118,7 +118,7 @@ def attended(query: Any, key: Any, value: Any, seen: Any, sinks: Any = None) -> 
     return out
 
 
-@pytest.mark.parametrize("attention", ["plain", "operator"])
+@pytest.mark.parametrize("attention", ["plain", "fused"])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
 def test_windows_and_sinks_are_those_of_a_loop(attention: Any, sinks: bool, window: int | None) -> None:
@@ -137,9 +137,7 @@ def test_fused_windows_and_sinks_have_the_gradients_of_plain_ones() -> None:
     def total(kind: Any, query: Any, key: Any, value: Any, sinks: Any) -> Any:
         return jnp.sum(layers.causal_attention(query, key, value, kind, sinks=sinks, window=4) ** 2)
 
-    plain, fused = (
-        jax.jit(jax.grad(functools.partial(total, kind), range(4)))(*given) for kind in ("plain", "operator")
-    )
+    plain, fused = (jax.jit(jax.grad(functools.partial(total, kind), range(4)))(*given) for kind in ("plain", "fused"))
     for one, other in zip(plain, fused, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 

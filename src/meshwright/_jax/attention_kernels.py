@@ -26,33 +26,39 @@ from .attention_blocks import Mask
 
 _HALF = ("bfloat16", "float16")
 
-# Of NVIDIA's GPUs before Ampere, for which cuDNN has no such kernel, parts of their names.
+# Parts of the names of NVIDIA's GPUs before Ampere, for which cuDNN has no such kernel, and of those since Hopper.
 _BEFORE_AMPERE = ("V100", "P100", "P40", "P4", "T4", "K80", "M60", "TITAN", "Quadro RTX")
+_SINCE_HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300", "GB200", "GB300")
 
 # Positions of a block of splash attention, as MaxText has it (`sa_block_q` in its base configuration; JAX's default is
 # 128), and of which they are multiples.
 _SPLASH_BLOCK, _LANES = 512, 128
 
 
-def has_cudnn(device: Any) -> bool:
-    """Whether cuDNN has attention for a device.
+def generation(device: Any) -> int:
+    """The first number of the compute capability of an NVIDIA GPU: 8 of Ampere, 9 of Hopper; 0 before Ampere.
 
     Args:
       device: here or not, as JAX describes it; None where that is not known: the GPU that is here, or that is named
         while tracing (`_jax.cudnn.as_on`).
     """
     if device is None:
-        return cudnn.check_compute_capability("8.0")
+        return next((number for number in (9, 8) if cudnn.check_compute_capability(f"{number}.0")), 0)
     capability = getattr(device, "compute_capability", None)
     if isinstance(capability, str):
-        return int(capability.split(".")[0]) >= 8
-    return not any(part in device.device_kind for part in _BEFORE_AMPERE)
+        return int(capability.split(".")[0])
+    if any(part in device.device_kind for part in _BEFORE_AMPERE):
+        return 0
+    return 9 if any(part in device.device_kind for part in _SINCE_HOPPER) else 8
 
 
-def takes_cudnn(query: Any, value: Any, mask: Mask) -> bool:
+def takes_cudnn(query: Any, value: Any, mask: Mask, generation: int) -> bool:
     """Whether cuDNN has a kernel for such arrays (the conditions of `jax.nn.dot_product_attention`)."""
-    size = query.shape[-1]
-    return str(query.dtype) in _HALF and size % 8 == 0 and size <= 128 and value.shape[-1] == size and not mask.offset
+    size, of_values = query.shape[-1], value.shape[-1]
+    since_hopper = generation >= 9
+    fits = size <= (256 if since_hopper else 128) and size % 8 == of_values % 8 == 0
+    fits &= size == of_values or since_hopper
+    return generation >= 8 and str(query.dtype) in _HALF and fits and not mask.offset
 
 
 def takes_splash(query: Any, key: Any, value: Any) -> bool:
@@ -84,7 +90,7 @@ def _cudnn_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, mask: 
     heads = _together(query)
     more, options = _cudnn_options(heads, key, mask, scale)
     out, sums = cudnn._dot_product_attention_fwd_p.bind(heads, key, value, *more, **options, is_training=True)
-    return out.reshape(query.shape), sums.reshape(batch, key_heads, group, queries)
+    return out.reshape(*query.shape[:-1], value.shape[-1]), sums.reshape(batch, key_heads, group, queries)
 
 
 def _cudnn_backward(
@@ -184,7 +190,7 @@ def lowering(platform: str, *, backward: bool) -> Callable[..., Any]:
     def rule(ctx: Any, *operands: Any, mask: Mask, scale: float) -> Any:
         query, key, value = ctx.avals_in[:3]
         function: Callable[..., Any] = blocks
-        if platform == "cuda" and takes_cudnn(query, value, mask) and has_cudnn(device_of(ctx)):
+        if platform == "cuda" and takes_cudnn(query, value, mask, generation(device_of(ctx))):
             function = _cudnn_backward if backward else _cudnn_forward
         elif platform == "tpu" and takes_splash(query, key, value):
             function = splash_backward if backward else splash_forward

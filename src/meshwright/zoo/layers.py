@@ -7,23 +7,17 @@ h heads, d head dim, v vocabulary.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._jax.attention import attention as operator
 from .parameters import normal, ones, zeros
 
-# How causal attention is computed: with its scores in memory; as one operator whatever it does inside, by
-# `fused_attention`; by cuDNN, on NVIDIA GPUs and in half precision; by JAX's splash attention, on TPUs, for heads of a
-# multiple of 128.
-Attention = Literal["plain", "operator", "cudnn", "splash"]
-
-# Positions of a block of splash attention, as MaxText has it (`sa_block_q` in its base configuration; JAX's default is
-# 128).
-_SPLASH_BLOCK = 512
+# How attention is computed: with its scores in memory, or by `meshwright.attention`.
+Attention = Literal["plain", "fused"]
 
 
 def layer_norm_parameters(hidden: int) -> dict[str, Any]:
@@ -110,39 +104,6 @@ def _plain_attention(
     return jnp.einsum("bkgqs,bskd->bqkgd", weights.astype(value.dtype), value)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def fused_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None = None, window: int | None = None
-) -> jax.Array:
-    """Causal attention as one operator that keeps no scores for the backward pass (Dao et al. 2022).
-
-    What a fused kernel is to a planner: it reads queries, keys and values and writes what they mix to, and its
-    derivative reads the same again. Numbers are those of plain attention; without a kernel, so are its temporaries.
-
-    Args:
-        query: (b, s, k, g, d), key heads k each shared by a group g of queries.
-        key: (b, s, k, d).
-        value: (b, s, k, e), of which a query mixes (e,).
-        sinks: float32 (k, g), a logit of each query head that takes weight from all keys (Xiao et al. 2023).
-        window: keys that a query sees, itself included; None for all that are not later.
-    """
-    return _plain_attention(query, key, value, sinks, window)
-
-
-def _fused_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, window: int | None
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    return fused_attention(query, key, value, sinks, window), (query, key, value, sinks)
-
-
-def _fused_backward(window: int | None, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-    _, pull = jax.vjp(functools.partial(_plain_attention, window=window), *kept)
-    return pull(cotangent)
-
-
-fused_attention.defvjp(_fused_forward, _fused_backward)
-
-
 def causal_attention(
     query: jax.Array,
     key: jax.Array,
@@ -152,39 +113,21 @@ def causal_attention(
     sinks: jax.Array | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """What each query mixes of the values that are not later than it, (b, s, k, g, e); arguments as of
-    `fused_attention`. Kernels that have no sinks, or no values of another size than the keys, are one operator."""
-    batch, positions, key_heads, group, size = query.shape
-    if window is not None and window >= positions:
+    """What each query mixes of the values that are not later than it, (b, s, k, g, e).
+
+    Args:
+        query: (b, s, k, g, d), key heads k each shared by a group g of queries.
+        key: (b, s, k, d).
+        value: (b, s, k, e), of which a query mixes (e,).
+        attention: how.
+        sinks: float32 (k, g), a logit of each query head that takes weight from all keys (Xiao et al. 2023).
+        window: keys that a query sees, itself included; None for all that are not later.
+    """
+    if window is not None and window >= query.shape[1]:
         window = None
     if attention == "plain":
         return _plain_attention(query, key, value, sinks, window)
-    if attention == "operator" or sinks is not None or value.shape[-1] != size:
-        return fused_attention(query, key, value, sinks, window)
-    if attention == "cudnn":
-        together = query.reshape(batch, positions, key_heads * group, size)
-        seen = None if window is None else (window - 1, 0)
-        mixed = jax.nn.dot_product_attention(
-            together, key, value, is_causal=True, local_window_size=seen, implementation="cudnn"
-        )
-        return mixed.reshape(query.shape)
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
-
-    shape = (positions, positions)
-    mask: Any = splash_attention_mask.CausalMask(shape)
-    if window is not None:
-        mask = splash_attention_mask.LocalMask(shape, window_size=(window - 1, 0), offset=0)
-    block = min(_SPLASH_BLOCK, positions)
-    sizes = splash_attention_kernel.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
-    )  # fmt: skip
-    kernel = splash_attention_kernel.make_splash_mqa(
-        splash_attention_mask.MultiHeadMask([mask] * group), block_sizes=sizes, head_shards=1, q_seq_shards=1
-    )
-    turned = (query * size**-0.5).transpose(0, 2, 3, 1, 4), key.swapaxes(1, 2), value.swapaxes(1, 2)
-    mixed: Any = jax.vmap(jax.vmap(kernel))(*turned)  # (b, k, g, s, d)
-    return mixed.transpose(0, 3, 1, 2, 4)
+    return operator(query, key, value, causal=True, sinks=sinks, window=window)
 
 
 def full_attention(
@@ -225,15 +168,14 @@ def self_attention(
         params: as `attention_parameters` declares them.
         x: activations.
         causal: whether a query sees no later keys.
-        attention: how the inner part is computed; other than plainly it is always causal, as attention with fewer key
-            heads is.
+        attention: how the inner part is computed; with fewer key heads it is always causal.
     """
     if "query" in params:
         return _grouped_attention(params, x, attention)
     qkv = jnp.einsum("bsm,mthd->bsthd", x, params["qkv"].astype(x.dtype)) + params["qkv_bias"].astype(x.dtype)
     query, key, value = (lax.index_in_dim(qkv, i, axis=2, keepdims=False) for i in range(3))  # (b, s, h, d) each
-    if attention != "plain" and causal:
-        mixed = causal_attention(query[:, :, :, None, :], key, value, attention)[:, :, :, 0, :]
+    if attention == "fused":
+        mixed = operator(query, key, value, causal=causal)
         return jnp.einsum("bshd,hdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
     mixed = full_attention(query, key, value, mask=causal_mask(x.shape[1], x.shape[1]) if causal else None)
     return jnp.einsum("bshd,hdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)

@@ -134,11 +134,6 @@ def build(
                 f"refused to build {name!r}: got {key}={value!r}, needed a model whose {key} can be set; "
                 f"try without {key}="
             )
-    if attention == "cudnn" and (known_dtype := changes.get("dtype", config.dtype)) not in ("bfloat16", "float16"):
-        raise ValueError(
-            f"refused to build {name!r}: got attention='cudnn' in {known_dtype}, needed bfloat16 or float16; "
-            "try attention='operator'"
-        )
     # Each family's own default stands where none is named.
     named = {} if optimizer is None else {"optimizer": optimizer}
     return family.build(dataclasses.replace(config, **changes), remat=remat, **named)
