@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -19,10 +20,10 @@ from meshwright.lowering.written_out import written_out
 from meshwright.memory.liveness import predict
 from meshwright.program.residuals import kept_in_one_program, kept_values
 from meshwright.program.segments import rematerialise
-from meshwright.program.staged import staged_program
+from meshwright.program.staged import StagedProgram, staged_program
 from meshwright.program.trace import trace_program
 from meshwright.program.traces import traces_of
-from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.intra.parameters import ParameterInfo, parameter_infos
 from meshwright.search.intra.workspace import workspace_of, worst_moments
 from meshwright.search.pipelines.driver import StageRequest, search_stages
 from meshwright.zoo import gpt, llama
@@ -221,6 +222,13 @@ CASES = {
 }  # fmt: skip
 
 
+@cache
+def staged_case(case: str) -> tuple[StagedProgram, list[ParameterInfo]]:
+    target = CASES[case]()
+    program = traces_of(target.step).program((target.example_state, target.example_batch), microbatches=2)
+    return staged_program(program, layers=2), parameter_infos(program)
+
+
 @pytest.mark.parametrize("cluster", ["dgx-a100-80", "tpu-v5e:8"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
@@ -233,11 +241,9 @@ CASES = {
     ],
 )
 def test_the_search_counts_what_stages_hold(case: str, remat: str, mesh: tuple[int, ...], cluster: str) -> None:
-    target = CASES[case]()
-    program = traces_of(target.step).program((target.example_state, target.example_batch), microbatches=2)
-    staged = staged_program(program, layers=2)
+    staged, parameters = staged_case(case)
     request = StageRequest(
-        programs=[staged], parameters=parameter_infos(program), cluster=load_cluster(cluster), stages=2,
+        programs=[staged], parameters=parameters, cluster=load_cluster(cluster), stages=2,
         remat=remat, mesh=[("xy"[: len(mesh)], mesh)], submeshes=(4, 4), schedules=("one_f_one_b",),
     )  # fmt: skip
     plan = search_stages(request).plan
