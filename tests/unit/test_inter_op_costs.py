@@ -292,6 +292,18 @@ def test_a_layer_of_equal_blocks_is_estimated_from_one() -> None:
     assert in_parts(tiny) is tiny
 
 
+def test_a_piece_of_a_scan_over_several_equal_layers_keeps_its_rows() -> None:
+    """The rows that it takes of its stacks repeat as the layers of its body do, eight times nine of them."""
+    config = zoo.qwen.CONFIGS["qwen3-tiny"]
+    (layer,) = config.runs[0].pattern
+    target = zoo.decoder.build(replace(config, runs=(zoo.decoder.Run(pattern=(layer,) * 8, repeats=4),)))
+    program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=2)
+    staged = staged_program(program)
+    parts = in_parts(staged)
+    assert len(staged.rows) == 4 * 8 * 9
+    assert not [first for first, _ in parts.layers if first in staged.rows and first - 1 in staged.rows]
+
+
 def test_what_stands_before_and_after_equal_blocks_is_a_part_of_its_own() -> None:
     """Of the first layer, which has the embedding, and of the last, which has the head, all else is like the others:
     two blocks, of which every other one has experts."""

@@ -33,7 +33,8 @@ def _around_scans(program: StagedProgram) -> set[int]:
 
 def _between_blocks(program: StagedProgram) -> set[int]:
     """Where blocks begin: of the places at which layers begin, those that begin like the most others; and where others
-    that are equal to them follow, up to the end of the last one."""
+    that are equal to them follow, up to the end of the last one. What rows a piece of a scan takes of its stacks is not
+    parted from it: the rows of a body of equal layers repeat as blocks do, and compute nothing."""
     signatures: list[list[object]] = [[] for _ in range(program.equations)]
     values = program.graph.values
     for operator in program.graph.operators:
@@ -42,7 +43,8 @@ def _between_blocks(program: StagedProgram) -> set[int]:
     numbers: dict[str, int] = {}
     written = [numbers.setdefault(repr(one), len(numbers)) for one in signatures]
     begins: dict[tuple[int, ...], list[int]] = {}
-    for place in range(len(written) - _ALIKE + 1):
+    taken = {place for place in program.rows if place - 1 in program.rows}
+    for place in sorted({*range(len(written) - _ALIKE + 1)} - taken):
         begins.setdefault(tuple(written[place : place + _ALIKE]), []).append(place)
     alike = (begins.get(tuple(written[first : first + _ALIKE]), []) for first, _ in program.layers[1:])
     found = [*max(alike, key=len, default=[])]
