@@ -1,8 +1,9 @@
 """Models of published measurements as models of the zoo (`benchmarks/published.py`).
 
-Wide-ResNets by their name; decoder-only transformers by their sizes, whatever they are called: gated ones are Llamas,
-those with experts GShard's, others GPTs with the feed-forward and the key heads that a row says. What a name says to be
-of another family is refused.
+Wide-ResNets, and models of today, by their name (`published_named`); decoder-only transformers by their sizes, whatever
+they are called: gated ones are Llamas, those with experts GShard's or, with gates, fewer key heads or another number of
+experts a token, decoders of mixtures, others GPTs with the feed-forward and the key heads that a row says. What a name
+says to be of a family that the zoo does not have is refused.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 
 from published_cells import Inexpressible, Row, amount, needed_number, number
 from published_frameworks import Generation
+from published_named import as_run, dealt, experts_named, named
 
 from meshwright.cluster import Device
-from meshwright.zoo import gpt, llama, moe, wide_resnet
+from meshwright.zoo import decoder, gpt, llama, moe, wide_resnet
+from meshwright.zoo.decoder_attention import GroupedAttention
+from meshwright.zoo.decoder_feed_forward import Mixture
 
 # What is no decoder-only transformer, by its name.
 _FOREIGN = (
@@ -84,8 +88,8 @@ def precision_of(row: Row, device: Device) -> tuple[str, bool]:
 
 def experts_of(row: Row) -> int | None:
     """How many, told by a column or the model's name; None of a dense model."""
-    named = re.search(r"MoE .*\bE(\d{1,6})\b", row["model"])
-    experts = number(row, "n_experts") or (int(named[1]) if named else None)
+    told = re.search(r"MoE .*\bE(\d{1,6})\b", row["model"])
+    experts = number(row, "n_experts") or (int(told[1]) if told else experts_named(row))
     return None if experts == 1 else experts
 
 
@@ -98,8 +102,10 @@ def is_gated(row: Row) -> bool:
 
 def note_of(row: Row) -> str:
     """What was taken for granted of a model; empty where its name says it."""
-    name = row["model"]
-    if re.search(_DECODERS, name, re.IGNORECASE) or name.startswith("Wide-ResNet"):
+    name, known = row["model"], named(row)
+    if known and not row.get("d_model"):
+        return f"{name}: taken for the zoo's {known[1].name}"
+    if known or re.search(_DECODERS, name, re.IGNORECASE) or name.startswith("Wide-ResNet"):
         return ""
     told = f"{name!r} is no name we know" if name else "no name"
     return f"{told}: taken for a decoder-only transformer of the sizes stated"
@@ -116,11 +122,18 @@ def model_of(row: Row, generation: Generation, batch: int, device: Device) -> tu
     dtype, _ = precision_of(row, device)
     if re.match(r"Wide-ResNet-", name):
         return wide_resnet, _wide_resnet(name, batch, dtype)
+    known = named(row)
+    if known and (known[0] is not llama or not row.get("d_model")):
+        pipelined = (number(row, "pp") or 1) > 1
+        fused = generation.fused_attention
+        return known[0], as_run(known[1], row, batch=batch, dtype=dtype, fused=fused, one_scan=pipelined)
     for what, pattern in _FOREIGN:
         if re.search(pattern, name, re.IGNORECASE):
-            raise Inexpressible(f"{name} is {what}: rows are decoder-only transformers or Wide-ResNets")
+            raise Inexpressible(f"{name} is {what}: the zoo has no such one, or not by this name")
     if not row.get("d_model"):
         raise Inexpressible(f"{name}: its width is not stated")
+    if experts_of(row) and is_modern(row):
+        return decoder, _decoder(row, generation, batch, dtype)
     if experts_of(row):
         return moe, _mixture(row, batch, dtype)
     if not number(row, "n_experts") and re.search(_MIXTURES, name, re.IGNORECASE):
@@ -164,12 +177,33 @@ def _wide_resnet(name: str, batch: int, dtype: str) -> wide_resnet.WideResNetCon
     )
 
 
+def is_modern(row: Row) -> bool:
+    """Whether a row's mixtures are not GShard's: with gates, fewer key heads or other than two experts a token."""
+    heads = number(row, "n_heads")
+    return is_gated(row) or number(row, "n_kv_heads") not in (None, heads) or number(row, "top_k") not in (None, 2)
+
+
+def _decoder(row: Row, generation: Generation, batch: int, dtype: str) -> decoder.DecoderConfig:
+    """All layers alike, each a mixture of gated experts as wide as the row says."""
+    sizes, experts = _sizes(row), experts_of(row) or 1
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    top_k, kv_heads = number(row, "top_k") or 2, number(row, "n_kv_heads") or heads
+    if top_k > experts or heads % kv_heads:
+        raise Inexpressible(f"{row['model']}: {top_k} of {experts} experts, {heads} heads with {kv_heads} of keys")
+    mixture = Mixture(experts=experts, top_k=top_k, intermediate=number(row, "d_ff") or 4 * hidden)
+    layer = decoder.Layer(
+        attention=GroupedAttention(heads=heads, kv_heads=kv_heads, head_dim=hidden // heads),
+        feed_forward=dealt(mixture),
+    )  # fmt: skip
+    return decoder.DecoderConfig(
+        name=row["model"], family="mixture", hidden=hidden, vocabulary=sizes["vocabulary"], sequence=sizes["sequence"],
+        runs=(decoder.Run(pattern=(layer,), repeats=sizes["layers"]),), global_batch=batch, dtype=dtype,
+        attention="operator" if generation.fused_attention else "plain",
+    )  # fmt: skip
+
+
 def _mixture(row: Row, batch: int, dtype: str) -> moe.MoEConfig:
     name, sizes, experts = row["model"], _sizes(row, padded=False), experts_of(row) or 1
-    if number(row, "top_k") not in (None, 2):
-        raise Inexpressible(f"{name}: the zoo's experts are two for each token, not {row['top_k']}")
-    if is_gated(row) or number(row, "n_kv_heads") not in (None, sizes["heads"]):
-        raise Inexpressible(f"{name}: the zoo's model with experts has no gates and no shared keys and values")
     config = moe.MoEConfig(
         **sizes, experts=experts, dtype=dtype, global_batch=batch,
         intermediate=number(row, "d_ff") or 4 * sizes["hidden"],

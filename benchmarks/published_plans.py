@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from published_cells import Inexpressible, Row, number
-from published_frameworks import Generation
+from published_frameworks import Generation, generation_of
 from published_models import experts_of
 from stated import StatedPlan
 from stated.plan import Recompute
@@ -53,6 +53,9 @@ def sizes_of(row: Row) -> Sizes:
             raise Inexpressible("parameters split by a heuristic, the rest by another planner's search: no stated plan")
         else:
             data = devices
+    if generation_of(row).name == "megatron-core" and expert > data and tensor * data % expert == 0:
+        # It deals experts over tensor devices too, whole: these are taken to share each expert's products.
+        expert = data
     if tensor * pipeline * context * data != devices:
         raise Inexpressible(f"tp x pp x cp x dp = {tensor * pipeline * context * data} is not {devices} devices")
     return Sizes(

@@ -15,6 +15,7 @@ from published_cells import Inexpressible, Row, check_cells, number
 from published_clusters import cluster_of, device_kind
 from published_frameworks import Generation, generation_of
 from published_models import model_of, note_of, precision_of
+from published_named import widest
 from published_plans import candidates, check_sizes, sizes_of, whole_batch
 from stated import StatedPlan
 
@@ -120,8 +121,8 @@ def _check_elements(config: Any, samples: int) -> None:
     """Refuse what has tensors of more elements than a compiler can count: it does not return."""
     if isinstance(config, wide_resnet.WideResNetConfig):
         return
-    widest = max(config.heads * config.sequence, config.vocabulary, config.hidden, config.intermediate or 0)
-    elements = max(samples * config.sequence * widest, config.layers * config.hidden * widest)
+    wide = widest(config)
+    elements = max(samples * getattr(config, "sequence", 1) * wide, config.layers * config.hidden * wide)
     if elements > 2**62:
         raise Inexpressible(
             f"a tensor of {elements:.1e} elements, needed {2**62:.1e} at most; try a smaller microbatch"

@@ -16,6 +16,7 @@ from published_profiles import read_profiles
 from published_row import ROW
 from published_rows import stated_row
 
+from meshwright import zoo
 from meshwright.cluster import load_cluster
 
 
@@ -46,8 +47,10 @@ def test_a_row_that_leaves_the_microbatch_open_has_candidates() -> None:
         ({"step_time_s": "inf"}, "step_time_s is 'inf', no number"),
         ({"n_layers": ""}, "n_layers is not stated"),
         ({"n_heads": "15"}, "15 heads do not share"),
-        ({"n_experts": "8", "top_k": "1"}, "two for each token, not 1"),
-        ({"n_experts": "8", "top_k": "2", "mlp_gated": "1"}, "no gates"),
+        ({"n_experts": "8", "top_k": "9"}, "9 of 8 experts"),
+        ({"model": "Mixtral-9x9B"}, "n_experts is not stated"),
+        ({"model": "BERT-large"}, "is an encoder"),
+        ({"model": "T5-7B"}, "not by this name"),
         ({"accelerator": "H200-PCIe-141GB"}, "is not known"),
         ({"accelerator": "MI300A"}, "is not known"),
         ({"accelerator": "TPUv4", "n_devices": "7", "tp": "1", "pp": "1", "dp": "7", "gbs": "14"}, "TPUv4"),
@@ -84,6 +87,72 @@ def test_devices_are_known_by_their_kind(kind: str, preset: str) -> None:
     assert stated_row({**ROW, "accelerator": kind}).cluster.device == load_cluster(preset).device
 
 
+UNSIZED = {
+    **ROW,
+    "n_layers": "",
+    "d_model": "",
+    "n_heads": "",
+    "d_ff": "",
+    "vocab": "",
+    "tp": "1",
+    "pp": "1",
+    "dp": "16",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layers"),
+    [
+        ("Mixtral-8x7B", "mixtral", 32), ("DeepSeek-V3 671B", "deepseek", 61), ("Qwen3-30B-A3B", "qwen", 48),
+        ("Qwen3 235B", "qwen", 94), ("gpt-oss-120b", "gpt-oss", 36), ("Llama 4 Scout", "llama", 48),
+        ("Gemma-3-27B", "gemma", 62), ("Kimi K2", "deepseek", 61),
+    ],
+)  # fmt: skip
+def test_models_of_today_are_known_by_name(name: str, model: str, layers: int) -> None:
+    found = stated_row({**UNSIZED, "model": name})
+    assert (found.config.family, found.config.layers, found.config.sequence) == (model, layers, 512)
+    assert found.note.startswith(f"{name}: taken for the zoo's")
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("T5-11B", "t5"), ("ViT-G/14", "vit"), ("DiT-XL/2", "dit"), ("Mamba-2 1.3B", "mamba"), ("Llama-3.1-8B", "llama")],
+)
+def test_so_are_models_of_other_families(name: str, family: str) -> None:
+    assert stated_row({**UNSIZED, "model": name}).family_name == family
+
+
+def test_layers_of_a_pipeline_are_one_scan() -> None:
+    found = stated_row({**UNSIZED, "model": "DeepSeek-V3", "pp": "4", "dp": "4", "ep": "4"})
+    (run,) = found.config.runs
+    assert run.layers == 61
+    assert run.pattern[0].feed_forward.experts == 256
+
+
+def test_experts_have_as_many_slots_as_tokens_choose() -> None:
+    row = {**ROW, "model": "MoE", "n_experts": "64", "top_k": "6", "mlp_gated": "1", "n_kv_heads": "4", "tp": "2"}
+    (layer,) = stated_row(row).config.kinds
+    mixture = layer.feed_forward
+    assert mixture.capacity * mixture.experts == mixture.top_k * mixture.group
+    assert layer.attention.kv_heads == 4
+
+
+def test_experts_over_tensor_devices_are_shared_by_them() -> None:
+    row = {**UNSIZED, "model": "Mixtral-8x7B", "tp": "8", "dp": "2", "ep": "8"}
+    with pytest.raises(Inexpressible, match="no part of dp 2"):
+        stated_row(row)
+    plan = stated_row({**row, "framework": "Megatron-Core"}).candidates[0]
+    assert (plan.tensor, plan.expert, plan.data) == (8, 2, 1)
+
+
+def test_a_mixture_on_a_machine_of_today_is_predicted() -> None:
+    sizes = {"n_layers": "4", "d_model": "1024", "n_heads": "16", "n_kv_heads": "4", "d_ff": "512", "mlp_gated": "1"}
+    row = {**ROW, **sizes, "model": "MoE", "n_experts": "16", "top_k": "4", "accelerator": "B300-SXM", "tp": "1"}
+    (found,) = evaluate_rows([{**row, "pp": "1", "dp": "16", "ep": "8"}], read_profiles())
+    assert not found.reason
+    assert found.predicted_step_seconds is not None
+
+
 def test_hosts_have_as_many_devices_as_a_row_says() -> None:
     row = {**ROW, "accelerator": "GH200-96GB", "devices_per_node": "4"}
     (host,), (known,) = stated_row(row).cluster.hosts, load_cluster("gh200-4").hosts
@@ -99,6 +168,21 @@ def test_every_rate_gives_the_step() -> None:
     flops = 64 * 512 * (96 * 8 * 1024**2 * (1 + 512 / (6 * 1024)) + 6 * 1024 * 51200)
     rate = {"step_time_s": "", "tflops_per_dev": str(flops / 0.3 / 16 / 1e12), "tflops_kind": "hardware"}
     assert measured_step_seconds({**ROW, **rate}) == pytest.approx(0.3)
+
+
+def test_rates_of_models_of_today_are_in_their_own_flops() -> None:
+    target = zoo.build("qwen3-30b-a3b", sequence=512)
+    rate = {**ROW, "model": "Qwen3-30B-A3B", "step_time_s": "", "tflops_per_dev": "100", "tflops_kind": "model"}
+    rate |= {"n_layers": "", "d_model": "", "n_heads": "", "d_ff": "", "vocab": ""}
+    assert measured_step_seconds(rate) == pytest.approx(64 * target.model_flops_per_sample / (100e12 * 16))
+    # Every layer of a mixture with gates has experts.
+    sizes = {"n_experts": "16", "top_k": "4", "mlp_gated": "1", "d_ff": "512", "d_model": "1024", "n_heads": "16"}
+    row = {**rate, **sizes, "model": "MoE", "n_layers": "8", "vocab": "51200"}
+    found = stated_row({**row, "mbs": "2"})
+    built = zoo.decoder.build(found.config)
+    vocabulary = 6 * 1024 * 512 * (found.config.vocabulary - 51200)
+    expected = 64 * (built.model_flops_per_sample - vocabulary) / (100e12 * 16)
+    assert measured_step_seconds(row) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
