@@ -50,7 +50,7 @@ CONFIGS: dict[str, DecoderConfig] = {
         _gpt_oss("gpt-oss-20b", 2880, 24, 64, _mixture(32)),
         _gpt_oss("gpt-oss-120b", 2880, 36, 64, _mixture(128)),
         _gpt_oss(
-            "gpt-oss-tiny", 64, 2, 8,
+            "gpt-oss-tiny", 64, 4, 8,
             Mixture(experts=8, top_k=2, intermediate=64, activation="clamped", bias=True, group=32), kv_heads=4,
             head_dim=16, window=8, vocabulary=256, sequence=32, global_batch=16, dtype="float32",
         ),

@@ -68,7 +68,7 @@ CONFIGS: dict[str, DecoderConfig] = {
             feed_forwards=(Dense(intermediate=16384), _mixture(128)),
         ),
         _llama4(
-            "llama4-tiny", hidden=64, layers=4, heads=8, kv_heads=4, feed_forwards=(Dense(intermediate=128),
+            "llama4-tiny", hidden=64, layers=8, heads=8, kv_heads=4, feed_forwards=(Dense(intermediate=128),
             _mixture(8, 64, group=32)), chunk=16, head_dim=16, vocabulary=256, sequence=32, global_batch=16,
             dtype="float32",
         ),
