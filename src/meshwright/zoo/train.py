@@ -36,7 +36,7 @@ class Model:
 
     Attributes:
         name: name in the registry, or a description for a model built directly.
-        family: "gpt", "llama", "moe", "wresnet", "unet", "mlp" or "bert".
+        family: of models like it, as `meshwright models` groups them ("gpt", "llama", "moe", ...).
         params: pytree of `parameters.Parameter`.
         statistics: pytree of `parameters.Parameter` that the model updates without gradients, or None.
         loss: `loss(params, batch) -> scalar` without statistics,
@@ -64,7 +64,7 @@ class Target:
 
     Attributes:
         name: name in the registry, or a description for a model built directly.
-        family: "gpt", "llama", "moe", "wresnet", "unet", "mlp" or "bert".
+        family: of models like it, as `meshwright models` groups them ("gpt", "llama", "moe", ...).
         step: `step(state, batch) -> (state, {"loss": loss})`; not jitted.
         init: `init(key) -> state` with real arrays; may be jitted.
         make_batch: `make_batch(key) -> batch` with real arrays of the example shapes; may be jitted.
