@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ..errors import PlanError
 from . import attention_ring
-from .attention_blocks import Mask
+from .attention_blocks import Mask, block_of
 from .attention_kernels import lowering
 from .attention_ring import Ring
 from .jaxpr import Equation
@@ -78,6 +78,43 @@ def attention_flops(equation: Equation) -> float:
     scores = prod(query[:-1]) * (key[1] if window is None else min(window, key[1]))
     products = (1, 1) if equation.primitive.name == FORWARD else (3, 2)
     return 2.0 * scores * (products[0] * query[-1] + products[1] * value[-1])
+
+
+def scratch_of(equation: Equation, platform: str) -> list[jax.ShapeDtypeStruct]:
+    """What attention or its backward pass needs beside operands and results while it runs, on one device.
+
+    Backward gradients of queries are summed in float32. Over split positions there are also the result so far, or
+    gradients of keys and values so far, in float32; keys and values that are sent while others are used; and copies of
+    all in zigzag order. On CPUs there are scores of a block, in float32: of 1,024 positions of eight heads the compiled
+    backward pass has four, and around a ring two kernels of a step run at a time.
+
+    Args:
+      equation: the forward or the backward pass.
+      platform: of the devices, as `Device.compiler`.
+    """
+    options: Options = equation.params["options"]
+    is_backward, ring = equation.primitive.name == BACKWARD, options.ring
+    query, key, value = (atom.aval for atom in equation.invars[:3])
+    out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), query.dtype)
+
+    def wide(*arrays: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays]
+
+    found = wide(query) if is_backward else []
+    turned = options.mask.causal and options.mask.window is None
+    if platform == "cpu":
+        halves = 2 if ring is not None and turned else 1
+        rows, columns = (block_of(max(x.shape[1] // halves, 1)) for x in (query, key))
+        scores = jax.ShapeDtypeStruct((query.shape[0], *query.shape[2:4], rows, columns), jnp.float32)
+        found += [scores] * ((4 if is_backward else 2) * halves)
+    if ring is None:
+        return found
+    found += wide(key, value) if is_backward else wide(out)
+    if ring.circulates:
+        found += [key, value, key, value, *(wide(key, value) if is_backward else [])]
+    if turned:
+        found += [query, out, out] if is_backward else [query, out]
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found]
 
 
 def attention(

@@ -9,6 +9,7 @@ Shapes: query (b, s, k, g, d), key (b, t, k, d), value (b, t, k, e), result (b, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ class Mask(NamedTuple):
     offset: int = 0
 
 
-def _block(extent: int) -> int:
+def block_of(extent: int) -> int:
     """The largest block that divides an extent, no longer than `_BLOCK`."""
     return next(size for size in range(min(extent, _BLOCK), 0, -1) if extent % size == 0)
 
@@ -60,6 +61,17 @@ def _bounds(mask: Mask, start: Any, block: int, other: int, count: int, *, of_ke
     return jnp.clip(low, 0, count), jnp.clip(high, 0, count)
 
 
+def _loop(count: int, low: Any, high: Any, step: Callable[[Any, Any], Any], start: Any) -> Any:
+    """Steps from `low` up to `high` of a loop of as many trips as there could be: a loop of a length that is known only
+    when it runs has no FLOPs that compilers could tell."""
+
+    def trip(number: Any, kept: Any) -> Any:
+        return lax.cond((low <= number) & (number < high), step, lambda _, kept: kept, number, kept)
+
+    every = isinstance(low, int) and isinstance(high, int)
+    return lax.fori_loop(0, count, step if every else trip, start)
+
+
 def _scores(query: jax.Array, key: jax.Array, mask: Mask, first: Any, scale: float) -> jax.Array:
     """Scores of a block in float32, (b, k, g, q, t); `first` is the position of its first query less that of its first
     key."""
@@ -81,7 +93,7 @@ def forward(
     minus infinity."""
     batch, queries, key_heads, group, _ = query.shape
     keys, size = key.shape[1], value.shape[-1]
-    rows, columns = _block(queries), _block(keys)
+    rows, columns = block_of(queries), block_of(keys)
 
     def of_rows(start: Any) -> tuple[jax.Array, jax.Array]:
         mine = lax.dynamic_slice_in_dim(query, start, rows, 1)
@@ -107,7 +119,7 @@ def forward(
             largest, total, mixed = step(0, none)
         else:
             low, high = _bounds(mask, start, rows, columns, keys // columns, of_keys=False)
-            largest, total, mixed = lax.fori_loop(low, high, step, none)
+            largest, total, mixed = _loop(keys // columns, low, high, step, none)
         some = jnp.where(total == 0, 1.0, total)
         return jnp.moveaxis(mixed / some[..., None], 3, 1).astype(query.dtype), largest + jnp.log(some)
 
@@ -137,7 +149,7 @@ def backward(
       scale: of the scores.
     """
     queries, keys = query.shape[1], key.shape[1]
-    rows, columns = _block(queries), _block(keys)
+    rows, columns = block_of(queries), block_of(keys)
     inner = jnp.einsum("bqkge,bqkge->bkgq", out, cotangent, preferred_element_type=jnp.float32)
     finite = jnp.where(jnp.isneginf(sums), 0.0, sums)
 
@@ -167,7 +179,7 @@ def backward(
             to_query, to_keys, to_values = step(0, none)
         else:
             low, high = _bounds(mask, start, columns, rows, queries // rows, of_keys=True)
-            to_query, to_keys, to_values = lax.fori_loop(low, high, step, none)
+            to_query, to_keys, to_values = _loop(queries // rows, low, high, step, none)
         return to_query, (to_keys.astype(key.dtype), to_values.astype(value.dtype))
 
     none = jnp.zeros(query.shape, jnp.float32)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright._jax.attention import BACKWARD, FORWARD, scratch_of
 from meshwright._jax.dataflow import Kind, Program
 from meshwright._jax.jaxpr import is_dropped, is_literal, open_jaxpr, scan_parts, source_line
 from meshwright._jax.liveness_builder import Builder
@@ -244,7 +245,9 @@ class _Reader(Builder):
             constant_divisor = name == "div" and is_literal(equation.invars[1])  # a multiplication, really
             expensive = name in _EXPENSIVE and not constant_divisor
             return self.arithmetic(name, reads, avals, key, expensive=expensive, library=name in _LIBRARY)
-        return self.emit(Kind.OPAQUE, name, reads, avals, key=None if equation.effects else key)
+        scratch = scratch_of(equation, self.platform) if name in (FORWARD, BACKWARD) else []
+        made = self.emit(Kind.OPAQUE, name, reads, [*avals, *scratch], key=None if equation.effects else key)
+        return made[: len(avals)]
 
     def _picked(self, equation: Any, reads: list[int], avals: list[Any], key: Any) -> tuple[int, ...] | None:
         """Gathers and scatters as TPUs have them: those of one element of each row compare all with the index, others
