@@ -171,10 +171,13 @@ def test_context_devices_split_the_sequence_and_gather_keys() -> None:
     )  # fmt: skip
     whole, split = (solved(StatedPlan(context=n, data=1), config).kinds["only"] for n in (1, 4))
 
-    def flops(kind: Any) -> float:
-        return sum(kernel.flops * runs.forward for kernel, runs in kind.work.kernels)
+    def flops(kind: Any, *, of_attention: bool) -> float:
+        kernels = ((one, runs) for one, runs in kind.work.kernels if (one.kind == "attention") == of_attention)
+        return sum(kernel.flops * runs.forward for kernel, runs in kernels)
 
-    assert flops(split) == pytest.approx(flops(whole) / 4)
+    assert flops(split, of_attention=False) == pytest.approx(flops(whole, of_attention=False) / 4)
+    # One block under the mask, which computes all of its scores, and half of the scores of the three others.
+    assert flops(split, of_attention=True) == pytest.approx(flops(whole, of_attention=True) / 4 * (1 + 3 / 2) / 4)
     gathered = [movement for movement, _ in split.work.movements if movement.kind == "all_gather"]
     assert gathered
     assert all(prod(movement.axes.count("context") for _ in (0,)) for movement in gathered)

@@ -103,10 +103,14 @@ def scratch_of(equation: Equation, platform: str) -> list[jax.ShapeDtypeStruct]:
     found = wide(query) if is_backward else []
     turned = options.mask.causal and options.mask.window is None
     if platform == "cpu":
-        halves = 2 if ring is not None and turned else 1
-        rows, columns = (block_of(max(x.shape[1] // halves, 1)) for x in (query, key))
-        scores = jax.ShapeDtypeStruct((query.shape[0], *query.shape[2:4], rows, columns), jnp.float32)
-        found += [scores] * ((4 if is_backward else 2) * halves)
+        rows, columns = query.shape[1], key.shape[1]
+        if ring is not None and not ring.circulates:
+            columns //= ring.devices
+        blocks = block_of(rows) * block_of(columns)
+        if ring is not None and turned:
+            blocks = max(blocks, 2 * block_of(rows // 2) ** 2)
+        scores = jax.ShapeDtypeStruct((query.shape[0], *query.shape[2:4], blocks), jnp.float32)
+        found += [scores] * (4 if is_backward else 2)
     if ring is None:
         return found
     found += wide(key, value) if is_backward else wide(out)

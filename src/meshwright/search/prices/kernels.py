@@ -20,7 +20,7 @@ from ...cost.kernels import ATTENTION_BACKWARD, Kernel
 from ...program.graph import Graph, Operator
 from ...sharding import Algorithm, Spec
 from .product_orders import operand_factors, product_factors, product_orders, sliced_operands
-from .ring import ATTENTION, positions_of
+from .ring import attention_mask, in_zigzag_order
 
 
 class Gradient(NamedTuple):
@@ -68,9 +68,11 @@ class KernelsOf:
         if self._operator.name == "conv_general_dilated":
             return self._convolution(algorithm)
         if self._operator.matmul:
-            whole, mask = self._whole(algorithm, self._cuts(algorithm)), _attention(self._operator)
+            cuts = self._cuts(algorithm)
+            whole, mask = self._whole(algorithm, cuts), attention_mask(self._operator)
             if mask is not None:
-                return _again(Kernel("attention", *whole, mask), self._moving, ATTENTION_BACKWARD)
+                kernel = in_zigzag_order(Kernel("attention", *whole, mask), self._operator, cuts)
+                return _again(kernel, self._moving, ATTENTION_BACKWARD)
             return _again(Kernel("product", *whole), self._moving, float(len(self._moving)))
         work = chain_flops(self._operator) / parts_of(algorithm, self._sizes) if self._device.vector_flops else 0.0
         written = 0.0 if self._is_free else sum(self._local(self._made_bytes, algorithm.results))
@@ -187,20 +189,3 @@ def _again(kernel: Kernel, moving: list[int], runs: float) -> OperatorKernels:
     """A derivative that runs the same kernel so often for all moving operands together."""
     gradients = tuple(Gradient(operand=i, kernel=kernel, runs=runs / len(moving)) for i in moving)
     return OperatorKernels(forward=kernel, gradients=gradients)
-
-
-def _attention(operator: Operator) -> tuple[float, float] | None:
-    """Of attention the share of its scores that the mask leaves, and the size of its heads, 0 if not known; None of
-    others.
-
-    A call that holds products is attention if keys and values share positions that neither the queries nor the result
-    have. Of `meshwright.attention` a window is in the FLOPs.
-    """
-    if operator.name == ATTENTION:
-        keys, head = operator.rule.factors[positions_of(operator)[1]], operator.rule.operands[0][-1][0]
-        return (0.5 if keys.granule > 1 else 1.0), float(operator.rule.factors[head].size)
-    if operator.name != "custom_vjp_call" or len(operator.operands) < 3:
-        return None
-    tensors = [{factor for dim in tensor for factor in dim} for tensor in operator.rule.operands]
-    result = {factor for dim in operator.rule.results[0] for factor in dim}
-    return (0.5, 0.0) if (tensors[1] & tensors[2]) - tensors[0] - result else None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ...cost.kernels import Kernel
 from ...program.graph import Graph, Operator
 from ...sharding import Algorithm
 
@@ -67,7 +68,9 @@ def ring_of(graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mappi
     once = operator.differentiated
     turns: list[Sent] = []
     if factor.granule > 1:
-        turned = [(query, 2, 4), (out, 2, 4), *[(one, 2, 4) for one in (key, value) if circulates]]
+        # What backward is the same as forward in one program is done once.
+        again = 4 if operator.region is not None or len(operator.path) > 1 else 2
+        turned = [(query, 2, again), (out, 2, 4), *[(one, 2, again) for one in (key, value) if circulates]]
         turns = [Sent(size * itemsize / 2, forward, backward * once) for size, forward, backward in turned]
         turns.append(Sent(sums * _SUM_BYTES / 2, 2, 2 * once))
     before = factor.halo[0]
@@ -89,6 +92,34 @@ def _both(size: float, itemsize: float, once: bool, there: int, back: int) -> tu
 def positions_of(operator: Operator) -> tuple[int, int]:
     """The factors of an attention's query and key positions."""
     return operator.rule.operands[0][1][0], operator.rule.operands[1][1][0]
+
+
+def attention_mask(operator: Operator) -> tuple[float, float] | None:
+    """Of attention the share of its scores that the mask leaves, and the size of its heads, 0 if not known; None of
+    others.
+
+    A call that holds products is attention if keys and values share positions that neither the queries nor the result
+    have. Of `meshwright.attention` a window is in the FLOPs.
+    """
+    if operator.name == ATTENTION:
+        keys, head = operator.rule.factors[positions_of(operator)[1]], operator.rule.operands[0][-1][0]
+        return (0.5 if keys.granule > 1 else 1.0), float(operator.rule.factors[head].size)
+    if operator.name != "custom_vjp_call" or len(operator.operands) < 3:
+        return None
+    tensors = [{factor for dim in tensor for factor in dim} for tensor in operator.rule.operands]
+    result = {factor for dim in operator.rule.results[0] for factor in dim}
+    return (0.5, 0.0) if (tensors[1] & tensors[2]) - tensors[0] - result else None
+
+
+def in_zigzag_order(kernel: Kernel, operator: Operator, cuts: Sequence[int]) -> Kernel:
+    """The kernels of one device for attention under a causal mask, positions being cut into so many blocks: one block
+    under the mask, and half of the scores of each other one, with no mask."""
+    if operator.name != ATTENTION or operator.rule.factors[positions_of(operator)[1]].granule == 1:
+        return kernel
+    blocks, (_, head) = cuts[positions_of(operator)[0]], kernel.shape
+    if blocks == 1:
+        return kernel
+    return kernel._replace(flops=kernel.flops * (blocks + 1) / (2 * blocks), shape=(blocks / (blocks + 1), head))
 
 
 def _elements(
