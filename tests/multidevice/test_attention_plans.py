@@ -57,6 +57,37 @@ def test_numbers_are_those_of_one_device(keys: tuple[str, ...]) -> None:
     assert_equal_trees(mw.parallelize(step, plan=plan)(*small()), made)
 
 
+def layers(state: Any, x: jax.Array) -> Any:
+    """A loop over four layers of causal attention."""
+
+    def loss(p: Any) -> jax.Array:
+        def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+            both = jnp.einsum("bsm,mtkd->tbskd", x, p["key_value"])
+            mixed = mw.attention(jnp.einsum("bsm,mhd->bshd", x, p["query"]), both[0], both[1], causal=True)
+            return jnp.tanh(x + jnp.einsum("bshd,hdm->bsm", mixed, p["out"])), None
+
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, p)[0] - x))
+
+    value, grads = mw.value_and_grad(loss)(state)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, state, grads), value
+
+
+@pytest.mark.parametrize("options", [{"remat": "layer", "stages": 1}, {"stages": 2, "microbatches": 2}])
+def test_a_ring_in_rematerialised_layers_and_in_stages(options: Any) -> None:
+    state, x = small()
+    state = {name: jnp.stack([leaf, -leaf, 0.5 * leaf, leaf]) for name, leaf in state.items() if name != "sinks"}
+    found = mw.plan_for(layers, (state, x), cluster="local", **options).plan
+    stages = []
+    for stage in found.stages:
+        axis, _ = max(stage.mesh, key=lambda one: one[1])
+        on_ring = ((), (axis,), (), (), (), (axis,), ())
+        operators = (replace(one, axes=on_ring) if one.name == "attention" else one for one in stage.operators)
+        stages.append(replace(stage, operators=tuple(operators)))
+    parallel = mw.parallelize(layers, plan=replace(found, stages=tuple(stages)))
+    expected = jax.jit(layers)(state, x)
+    assert_equal_trees(parallel(jax.tree.map(jnp.copy, state), x), expected)
+
+
 def roles_of(sequence: int, cluster: str, mesh: Any, *, heads: int, key_heads: int) -> dict[str, tuple[str, ...]]:
     """What the axes of the plan found for one layer of width 4096 at batch one are called."""
     sizes = shapes(hidden=4096, heads=heads, key_heads=key_heads, size=128)
