@@ -118,3 +118,25 @@ def test_of_many_heads_the_sequence_is_exchanged_for_heads() -> None:
     plan = mw.plan_for(step, (state, x), cluster="dgx-h100:1", mesh={"x": 8}, pins=pins, zero=0, stages=1).plan
     (role,) = axis_roles(plan.stages[0])
     assert "sequence parallel (all-to-all)" in role.names
+
+
+def test_cudnn_and_the_operator_are_predicted_alike() -> None:
+    """One layer of width 4096 on eight H100s, within a tenth."""
+
+    def seconds(attend: Any) -> float:
+        def step(state: Any, x: jax.Array) -> Any:
+            def loss(p: Any) -> jax.Array:
+                query, key, value = (jnp.einsum("bsm,mhd->bshd", x, p[name].astype(x.dtype)) for name in "qkv")
+                return jnp.mean(attend(query, key, value).astype(jnp.float32) ** 2)
+
+            value, grads = mw.value_and_grad(loss)(state)
+            return jax.tree.map(lambda a, b: a - 0.1 * b, state, grads), value
+
+        state = {name: jax.ShapeDtypeStruct((4096, 32, 128), jnp.float32) for name in "qkv"}
+        x = jax.ShapeDtypeStruct((16, 4096, 4096), jnp.bfloat16)
+        predicted = mw.plan_for(step, (state, x), cluster="dgx-h100:1", stages=1).plan.predicted
+        assert predicted is not None
+        return predicted.step_seconds
+
+    cudnn = seconds(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True, implementation="cudnn"))
+    assert seconds(lambda *x: mw.attention(*x, causal=True)) == pytest.approx(cudnn, rel=0.1)

@@ -94,6 +94,8 @@ def _attention_rule(equation: Equation) -> tuple[Rule, str]:
         return whole_rule(shapes[: len(equation.invars)], shapes[len(equation.invars) :]), why
     composer = Composer()
     named = {"b": composer.atom(query[0]), "g": composer.atom(key_heads), "h": composer.atom(heads)}
+    # Keys and values have the same positions: by that a call that holds it is known to be attention.
+    named["k"] = composer.atom(key[2 if turned else 1], "whole")
     composer.unify([named["h"]], [named["g"], composer.atom(heads // key_heads, "whole")])
     if backward and len(results) > 3:  # the gradient of what all of them share is a sum over them
         for letter, size in zip("bh", bias, strict=False):
