@@ -97,11 +97,11 @@ class Row:
 
 
 def row_of(target: str, cluster: str, batch: int | None, stages: str = "auto") -> Row:
-    """The row of a target of the zoo."""
+    """The row of a target of the zoo, its attention with scores in memory, as rows were recorded."""
     samples = ("--global-batch", str(batch)) if batch is not None else ()
     return Row(
         name=f"{target}/{cluster}/{batch or 'own'}/{stages}",
-        options=(target, "--cluster", cluster, "--stages", stages, *samples),
+        options=(target, "--cluster", cluster, "--stages", stages, "--attention", "plain", *samples),
     )
 
 

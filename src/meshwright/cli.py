@@ -38,7 +38,8 @@ _Target = Annotated[
 _GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples a step; the target's own by default.")]
 _Sequence = Annotated[int | None, typer.Option(min=1, help="Positions of a sample of a reference model.")]
 _Attention = Annotated[
-    str, typer.Option(metavar="plain|fused", help="A reference model's attention: with scores in memory, or a kernel.")
+    str | None,
+    typer.Option(metavar="plain|fused", help="A reference model's attention: scores in memory, or a kernel if it can."),
 ]
 _Microbatches = Annotated[int | None, typer.Option(help="Parts the batch is cut into; else as is fastest.")]
 _Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use: 16e9, 16GB, 15GiB.")]
@@ -95,7 +96,7 @@ def plan(
     ] = "local",
     global_batch: _GlobalBatch = None,
     sequence: _Sequence = None,
-    attention: _Attention = "plain",
+    attention: _Attention = None,
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
     mesh: _Mesh = None,
@@ -129,7 +130,7 @@ def plan(
         from .planning.plan_for import plan_for
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch, sequence=sequence, attention=attention)
+        loaded = load_target(target, global_batch=global_batch, sequence=sequence, attention=attention, cluster=cluster)
         tell(f"planning {target} for {cluster}")
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
@@ -172,7 +173,7 @@ def compare(
         str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
     ] = "local",
     global_batch: _GlobalBatch = None,
-    attention: _Attention = "plain",
+    attention: _Attention = None,
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
     reduction: _Reduction = None,
@@ -187,7 +188,7 @@ def compare(
         from .compare import compare as compare_plans, comparison_document, comparison_text
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch, attention=attention)
+        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
         compared = compare_plans(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
             tell=lambda text: tell(f"{target} on {cluster}: {text}"),
@@ -206,7 +207,7 @@ def searches(
         str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
     ] = "local",
     global_batch: _GlobalBatch = None,
-    attention: _Attention = "plain",
+    attention: _Attention = None,
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
     mesh: _Mesh = None,
@@ -228,7 +229,7 @@ def searches(
         from .searches import run_searches, searches_document, searches_svg, searches_text
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch, attention=attention)
+        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
         searched = run_searches(
             loaded.step, loaded.example_args, cluster=cluster, stages=parse_stages(stages), seed=seed,
             methods=None if methods is None else [name.strip() for name in methods.split(",")],
@@ -249,7 +250,7 @@ def schemes(
         str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
     ] = "local",
     global_batch: _GlobalBatch = None,
-    attention: _Attention = "plain",
+    attention: _Attention = None,
     microbatches: Annotated[
         int | None, typer.Option(help="Parts the batch is cut into; else one, and of pipelines up to four a rank.")
     ] = None,
@@ -263,7 +264,7 @@ def schemes(
         from .schemes import analyse, schemes_document, schemes_text
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch, attention=attention)
+        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
         analysed = analyse(
             loaded.step, loaded.example_args, cluster=cluster, microbatches=microbatches, stages=stages,
             tell=lambda text: tell(f"{target} on {cluster}: {text}"),
@@ -318,7 +319,7 @@ def verify(
         typer.Option(metavar="CLUSTER", help="Compile for these machines, which need not be here, and do not run."),
     ] = None,
     global_batch: _GlobalBatch = None,
-    attention: _Attention = "plain",
+    attention: _Attention = None,
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
     mesh: _Mesh = None,
@@ -344,7 +345,7 @@ def verify(
         from .targets import load_target
         from .verify import verify as run
 
-        loaded = load_target(target, global_batch=global_batch, attention=attention)
+        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
         verification = run(
             loaded, devices=devices, cluster=cluster, plan=plan, tell=lambda text: tell(f"{target}: {text}"), **options
         )

@@ -22,8 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from . import zoo
+from ._jax.attention_kernels import has_kernel
 from ._jax.jitted import bound_to_static
 from .cluster.errors import near_names
+from .cluster.load import load_cluster
 from .errors import PlanError
 
 
@@ -49,8 +51,9 @@ class LoadedTarget:
 
 
 def load_target(
-    text: str, *, global_batch: int | None = None, sequence: int | None = None, attention: str = "plain"
-) -> LoadedTarget:
+    text: str, *, global_batch: int | None = None, sequence: int | None = None, attention: str | None = "plain",
+    cluster: str | None = None,
+) -> LoadedTarget:  # fmt: skip
     """The target that `text` names.
 
     Args:
@@ -58,7 +61,9 @@ def load_target(
         `global_batch=` if that is given, and returns `(step, example_args)`.
       global_batch: samples a step; None for the target's own.
       sequence: of a reference model, the positions of a sample; None for its own.
-      attention: of a reference model: "plain", its scores in memory, or "fused", by `meshwright.attention`.
+      attention: of a reference model: "plain", its scores in memory, or "fused", by `meshwright.attention`. None for
+        the second where the model can have it and all devices of `cluster` have a kernel for it.
+      cluster: that the target is for, as `load_cluster` takes it; None for the local devices.
 
     Raises:
       TargetError: if there is no such model, file or function, or the function returns something else.
@@ -78,7 +83,7 @@ def load_target(
             try_=near_names(text, zoo.names()),
         )  # fmt: skip
     try:
-        kind = _attention(attention)
+        kind = _fused_if_possible(text, cluster) if attention is None else _attention(attention)
         return zoo_target(zoo.build(text, global_batch=global_batch, sequence=sequence, attention=kind))
     except ValueError as error:
         raise TargetError(
@@ -95,6 +100,15 @@ def _attention(attention: str) -> Any:
             try_="--attention fused",
         )  # fmt: skip
     return None if attention == "plain" else attention
+
+
+def _fused_if_possible(name: str, cluster: str | None) -> Any:
+    """The attention of a reference model for a cluster, by default."""
+    settings = zoo.settings(name)
+    if "attention" not in settings:
+        return None
+    devices = {host.device for host in load_cluster(cluster or "local").hosts}
+    return "fused" if all(has_kernel(one.platform, one.kind, settings["dtype"]) for one in devices) else None
 
 
 def zoo_target(target: zoo.Target) -> LoadedTarget:

@@ -13,6 +13,7 @@ import meshwright as mw
 from meshwright._jax import attention_blocks, attention_kernels
 from meshwright._jax.attention_blocks import Mask
 from meshwright._jax.cudnn import as_on
+from meshwright.targets import load_target
 
 
 def plain(query: Any, key: Any, value: Any, sinks: Any = None, *, causal: bool, window: int | None) -> jax.Array:
@@ -145,3 +146,21 @@ def test_shapes_that_do_not_suit_are_refused() -> None:
         mw.attention(query, key, value, sinks=sinks.ravel())
     with pytest.raises(mw.PlanError, match=r"window=8 with causal=False"):
         mw.attention(query, key, value, window=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "fused"),
+    [
+        ("llama3.2-1b", "dgx-h100:1", True),
+        ("llama3.2-1b", "tpu-v5e:8", True),
+        ("llama3.2-1b", "p3.16xlarge:1", False),
+        ("llama3.2-1b", "p4d.24xlarge:1+p3.16xlarge:1", False),
+        ("llama3.2-1b", "mi300x-8:1", False),
+        ("llama-tiny", "dgx-h100:1", False),  # in float32
+        ("moe-2.4b", "dgx-h100:1", False),  # has one form only
+    ],
+)
+def test_reference_models_are_fused_where_devices_have_a_kernel(name: str, cluster: str, fused: bool) -> None:
+    target = load_target(name, global_batch=8, attention=None, cluster=cluster)
+    equations = str(jax.make_jaxpr(target.step)(*target.example_args))
+    assert (" attention[" in equations) == fused

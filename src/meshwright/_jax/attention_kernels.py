@@ -35,6 +35,18 @@ _SINCE_HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300",
 _SPLASH_BLOCK, _LANES = 512, 128
 
 
+def has_kernel(platform: str, kind: str, dtype: str) -> bool:
+    """Whether devices have a kernel for attention of this type and suitable heads, other than blocks.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      kind: JAX's name of the device.
+      dtype: of queries, keys and values.
+    """
+    is_nvidia = platform == "gpu" and not kind.startswith(("AMD", "MI"))
+    return platform == "tpu" or (is_nvidia and dtype in _HALF and _generation_of(kind) >= 8)
+
+
 def generation(device: Any) -> int:
     """The first number of the compute capability of an NVIDIA GPU: 8 of Ampere, 9 of Hopper; 0 before Ampere.
 
@@ -47,9 +59,14 @@ def generation(device: Any) -> int:
     capability = getattr(device, "compute_capability", None)
     if isinstance(capability, str):
         return int(capability.split(".")[0])
-    if any(part in device.device_kind for part in _BEFORE_AMPERE):
+    return _generation_of(device.device_kind)
+
+
+def _generation_of(kind: str) -> int:
+    """The same by the name of an NVIDIA GPU."""
+    if any(part in kind for part in _BEFORE_AMPERE):
         return 0
-    return 9 if any(part in device.device_kind for part in _SINCE_HOPPER) else 8
+    return 9 if any(part in kind for part in _SINCE_HOPPER) else 8
 
 
 def takes_cudnn(query: Any, value: Any, mask: Mask, generation: int) -> bool:

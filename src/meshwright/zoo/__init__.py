@@ -5,5 +5,5 @@
 
 from .bert import bert_layers as bert_layers
 from .perceptron import mlp as mlp
-from .registry import Entry as Entry, build as build, entries as entries, names as names
+from .registry import Entry as Entry, build as build, entries as entries, names as names, settings as settings
 from .train import Model as Model, Target as Target, make_target as make_target

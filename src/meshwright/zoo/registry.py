@@ -40,6 +40,8 @@ _ENTRIES: dict[str, tuple[Any, Any]] = {
     name: (family, config) for family in FAMILIES for name, config in family.CONFIGS.items()
 }
 
+_SETTINGS = ("global_batch", "sequence", "dtype", "attention")
+
 
 def names() -> tuple[str, ...]:
     """All names that `build` takes, sorted.
@@ -88,6 +90,19 @@ def entries() -> tuple[Entry, ...]:
         )  # fmt: skip
         found.append(entry)
     return tuple(sorted(found, key=lambda entry: (entry.family, entry.parameters, entry.name)))
+
+
+def settings(name: str) -> dict[str, Any]:
+    """What `build` may be told of a model, as it is by default.
+
+    >>> settings("gpt3-125m")["sequence"], "attention" in settings("wresnet-250m")
+    (1024, False)
+
+    Args:
+        name: one of `names()`.
+    """
+    _, config = _ENTRIES[name]
+    return {field: getattr(config, field) for field in _SETTINGS if hasattr(config, field)}
 
 
 def build(
