@@ -34,6 +34,10 @@ _MOST_ENTRIES = 1 << 24
 # than another one are worth looking for.
 _MANY_ENTRIES = 1 << 18
 
+# Above so many, choices that are never better than another one are not looked for to get below `_MOST_ENTRIES`: without
+# them there were 0.98 to 3 times as many, in 41 problems of llama3-8b on 128 H100, and finding them took a second.
+_HOPELESS_ENTRIES = 1 << 26
+
 # Sums of the same numbers in another order differ by less.
 _ROUNDING = 1e-12
 
@@ -350,12 +354,17 @@ class _Exact:
     def __init__(self, problem: Problem, held: Sequence[np.ndarray]) -> None:
         self._steps = [presolve(problem, held=held, dominance=False)]
         self._small, self._held = self._steps[0].problem, self._left(held)
-        self._elimination = self._eliminated()
+        elimination = self._eliminated()
         self._whole: dict[tuple[int, ...], tuple[int, ...]] = {}
-        if self._elimination is None or self._elimination.entries > _MANY_ENTRIES:
-            self._steps.append(presolve(self._small, held=self._held))
-            self._small, self._held = self._steps[1].problem, self._left(self._held)
-            self._elimination = self._eliminated()
+        if elimination is not None and _MANY_ENTRIES < elimination.entries <= _HOPELESS_ENTRIES:
+            self._drop_dominated()
+            elimination = self._eliminated()
+        small = elimination is not None and elimination.entries <= _MOST_ENTRIES
+        self._elimination = elimination if small else None
+
+    def _drop_dominated(self) -> None:
+        self._steps.append(presolve(self._small, held=self._held))
+        self._small, self._held = self._steps[1].problem, self._left(self._held)
 
     def _left(self, held: Sequence[np.ndarray]) -> list[np.ndarray]:
         last = self._steps[-1]
@@ -363,10 +372,9 @@ class _Exact:
 
     def _eliminated(self) -> Elimination | None:
         try:
-            elimination = Elimination(self._small)
+            return Elimination(self._small)
         except Unsolved:
             return None
-        return elimination if elimination.entries <= _MOST_ENTRIES else None
 
     @property
     def is_exact(self) -> bool:
@@ -375,6 +383,8 @@ class _Exact:
 
     def choices(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[_Found]:
         """At each price the best choices, and by how much they may be more than the best (`PricedProblem.best`)."""
+        if self._elimination is None and len(self._steps) == 1:
+            self._drop_dominated()
         if not self._small.costs:
             return [(self._restored(()), 0.0)] * len(prices)
         if self._elimination is not None and self._elimination.entries <= _MANY_ENTRIES:
