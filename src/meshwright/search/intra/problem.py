@@ -396,7 +396,13 @@ class IntraOpProblem:
                 if source != node or specs is not targets:  # else it follows what makes the value
                     runs = 2 if read.of_parameters and not self.is_one_program else read.runs
                     often = 1 / self.microbatches if read.waits and self.is_one_program else times
-                    self._connect(source, node, self._conversions(index, specs, targets, runs, often))
+                    table = self._conversions(index, specs, targets, runs, often)
+                    if operator.name == "scan_slice" and index in self.of_parameters:
+                        # The rows of a loop are gathered trip by trip, or once a step where storage and use differ:
+                        # gathered before the loop, those of all trips would be there and nobody would count them.
+                        gathered = self.prices.shards(specs)[:, None] > self.prices.shards(targets)
+                        table = np.where(gathered, np.inf, table)
+                    self._connect(source, node, table)
                     self.moves.append(Move(source, node, index, often, specs, targets))
                 if read.holds == "read":
                     self._bytes[node] += self._kept_bytes(index, targets)
