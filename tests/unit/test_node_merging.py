@@ -192,3 +192,23 @@ def test_models_have_fewer_nodes_by_their_followers(name: str, most: float, monk
         lambda *args, **options: replace(node_merging_of_one_program(*args, **options), merged_into={}),
     )
     assert with_followers <= most * count()
+
+
+def test_rows_of_a_loop_are_gathered_in_the_loop() -> None:
+    """Gathered before it, the parameters of all trips would be there, which no node counts."""
+    target = zoo.build("llama-tiny", global_batch=64)
+    graph = Traces(target.step).program((target.example_state, target.example_batch)).graph
+    infos = [ParameterInfo(name=graph.values[graph.inputs[p]].name, optimizer_bytes=8.0) for p in graph.parameters]
+    cluster = load_cluster("p4d.24xlarge:1")
+    problem = IntraOpProblem(
+        graph, cluster.logical_mesh((8,)), cluster.device, parameters=infos, microbatches=1,
+        constraints=Constraints(zero=3), carried=0,
+    )  # fmt: skip
+    found = problem.solve(cluster.device.memory_bytes)
+    stored = {graph.inputs[p]: one.use for p, one in zip(graph.parameters, found.parameters, strict=True)}
+    rows = [op for op in graph.operators if op.name == "scan_slice" and op.operands[0] in stored]
+    assert any(stored[op.operands[0]].sharded_axes for op in rows)
+    for operator in rows:
+        choice = found.operators[operator.index]
+        assert choice is not None
+        assert set(stored[operator.operands[0]].sharded_axes) <= set(choice.algorithm.operands[0].sharded_axes)
