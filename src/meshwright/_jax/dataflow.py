@@ -20,6 +20,15 @@ ACROSS_HOSTS = "gpu across hosts"
 """The platform of programs on several hosts of NVIDIA's GPUs since Hopper: XLA orders them so that what is sent between
 hosts runs beside compute, and not so that they need little memory."""
 
+SUMS = frozenset(("psum", "psum2", "psum_invariant", "pmax", "pmin"))
+"""Names of operations that reduce over devices and leave the result on all of them."""
+
+GATHERS = frozenset(("all_gather", "all_gather_invariant"))
+"""Names of operations that gather the parts that devices have."""
+
+COLLECTIVES = SUMS | GATHERS | {"reduce_scatter", "all_to_all", "ppermute"}
+"""Names of operations between devices."""
+
 CHEAP_ON_GPUS = frozenset({"div", "exp", "exp2", "rsqrt", "sqrt"})
 """Arithmetic that XLA's GPU compiler does again where it is read, dear as it is elsewhere."""
 
@@ -66,6 +75,8 @@ class Operation:
       name: the primitive, for messages.
       expensive: computing it twice costs more than storing it (a transcendental, a gather).
       library: a kernel library can take it in beside a reduction.
+      flops: of a matrix product or a convolution.
+      group: of a collective: those of one name and group may be sent together.
       kept: for loops, pairs (position in `reads`, position in `writes`) that share one buffer.
       bodies: the programs of a loop or branch.
     """
@@ -76,6 +87,8 @@ class Operation:
     writes: tuple[int, ...]
     expensive: bool = False
     library: bool = False
+    flops: float = 0.0
+    group: str = ""
     kept: tuple[tuple[int, int], ...] = ()
     bodies: tuple[Program, ...] = ()
 

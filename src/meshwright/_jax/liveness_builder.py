@@ -338,7 +338,8 @@ class Builder:
         if str(dtype) in NARROW and widens:
             sides, dtype = [self.widened(value) for value in sides], np.dtype(np.float32)
         flat_aval = jax.ShapeDtypeStruct(tuple(result), dtype)
-        (product,) = self.emit(Kind.CONTRACT, "dot_general", sides, [flat_aval], key=key, library=library)
+        flops = 2.0 * math.prod(result) * math.prod(self.types[reads[0]][0][dim] for dim in contracted[0])
+        (product,) = self.emit(Kind.CONTRACT, "dot_general", sides, [flat_aval], key=key, library=library, flops=flops)
         if dtype != aval.dtype:
             product = self.rounded(product, aval.dtype)
         product = self.reshaped(product, tuple(aval.shape))
@@ -356,7 +357,8 @@ class Builder:
         aval = equation.outvars[0].aval
         order = (out[0], *out[2:], out[1])
         canonical = jax.ShapeDtypeStruct(tuple(aval.shape[dim] for dim in order), aval.dtype)
-        (result,) = self.emit(Kind.OPAQUE, "conv", [image, kernel], [canonical], key=key)
+        flops = 2.0 * math.prod(aval.shape) * math.prod(equation.invars[1].aval.shape[dim] for dim in rhs[1:])
+        (result,) = self.emit(Kind.OPAQUE, "conv", [image, kernel], [canonical], key=key, flops=flops)
         return (self.arranged(result, tuple(int(dim) for dim in np.argsort(order))),)
 
     def pooling_gradient(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:

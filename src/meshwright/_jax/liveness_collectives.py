@@ -14,12 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright._jax.dataflow import Kind
+from meshwright._jax.dataflow import COLLECTIVES, Kind
 from meshwright._jax.liveness_builder import NARROW, Builder
 
-NAMES = frozenset(
-    """psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter all_to_all""".split()  # noqa: SIM905
-)
+NAMES = COLLECTIVES - {"ppermute"}
 
 
 def add_collective(program: Builder, equation: Any, position: int, value: int) -> int:
@@ -39,11 +37,12 @@ def _moved(program: Builder, name: str, params: Any, value: int, aval: Any, key:
         return _all_to_all(program, params, value, aval, key)
     dim = params.get("all_gather_dimension", params.get("scatter_dimension", 0))
     if not dim or not params.get("tiled", True):
-        return program.emit(Kind.OPAQUE, name, [value], [aval], key=key)[0]
+        return program.emit(Kind.OPAQUE, name, [value], [aval], key=key, group=f"{key} {aval.dtype}")[0]
     rank = len(aval.shape)
     first = [dim, *(d for d in range(rank) if d != dim)]
     turned = jax.ShapeDtypeStruct(tuple(aval.shape[d] for d in first), aval.dtype)
-    (result,) = program.emit(Kind.OPAQUE, name, [program.arranged(value, first)], [turned], key=key)
+    group = f"{key} {aval.dtype}"
+    (result,) = program.emit(Kind.OPAQUE, name, [program.arranged(value, first)], [turned], key=key, group=group)
     return program.arranged(result, [int(d) for d in np.argsort(first)])
 
 

@@ -1,19 +1,18 @@
 """The order in which kernels run, and what must be copied because of it.
 
 XLA's GPU and TPU backends try three orders and take the one that needs the least memory (`DefaultMemoryScheduler`): the
-greedy one, the depth-first one, and the one that is depth-first into those operands first that take most to make,
-so that what is cheap to compute again is not there until it is read. Programs of several hosts of GPUs since Hopper are
-ordered by the latency-hiding scheduler, from their end and without regard to memory: each kernel as late as its readers
-allow. The third order needs as much memory, or a little more. XLA's CPU backend runs kernels breadth-first: each
-as soon as its operands exist, in the order they became ready (for parallelism, not for memory; so recomputation and
-updates run as early as they can). A donated argument that is still to be read by a kernel not ordered before the output
-that takes over its buffer is copied when the program starts.
+greedy one, the depth-first one, and the one that is depth-first into those operands first that take most to make, so
+that what is cheap to compute again is not there until it is read. Programs of several hosts of GPUs since Hopper are
+ordered again after that (`latency_hiding`). XLA's CPU backend runs kernels breadth-first: each as soon as its operands
+exist, in the order they became ready (for parallelism, not for memory; so recomputation and updates run as early as
+they can). A donated argument that is still to be read by a kernel not ordered before the output that takes over its
+buffer is copied when the program starts.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
@@ -90,7 +89,7 @@ def readers_first(program: Program, kernels: list[Kernel]) -> tuple[list[Kernel]
     """Kernels that write into an argument's buffer ordered after those that read the argument, and the arguments for
     which no such order exists: these are copied when the program starts."""
     producer = {value: kernel for kernel in kernels for value in kernel.writes}
-    above = _ancestors(kernels, producer)
+    above = ancestors(kernels)
     readers = _argument_readers(kernels)
     below: dict[int, list[int]] = {}
     for kernel in kernels:
@@ -132,8 +131,9 @@ def _overwritten(program: Program, producer: Mapping[int, Kernel]) -> Iterator[t
             yield program.arguments[argument_position], output, producer[output]
 
 
-def _ancestors(kernels: list[Kernel], producer: Mapping[int, Kernel]) -> dict[int, int]:
+def ancestors(kernels: Sequence[Kernel]) -> dict[int, int]:
     """By position of each kernel a bit for itself and for each kernel that has to run before it."""
+    producer = {value: kernel for kernel in kernels for value in kernel.writes}
     above: dict[int, int] = {}
     for kernel in kernels:
         mask = 1 << kernel.position
@@ -155,7 +155,7 @@ def _argument_readers(kernels: list[Kernel]) -> dict[int, list[Kernel]]:
 def copied_arguments(program: Program, kernels: list[Kernel]) -> set[int]:
     """Arguments whose buffer an output takes over while a kernel that reads them may still have to run."""
     producer = {value: kernel for kernel in kernels for value in kernel.writes}
-    above, readers = _ancestors(kernels, producer), _argument_readers(kernels)
+    above, readers = ancestors(kernels), _argument_readers(kernels)
     copied: set[int] = set()
     for argument, output, writer in _overwritten(program, producer):
         for reader in readers.get(argument, ()):

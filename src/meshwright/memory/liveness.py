@@ -4,7 +4,8 @@ The compiler's own steps are modelled one by one, with no constant fitted to a p
 
 * `fusion` decides which values exist.
 * Kernels run in the order of the backend they are for (`kernel_order`): on the CPU each as soon as its operands exist,
-  elsewhere so that little memory is needed.
+  elsewhere so that little memory is needed, or so that what is sent between hosts runs beside compute
+  (`latency_hiding`, after `multi_output` has joined kernels).
 * A donated argument, or a loop's carry, hands its buffer to its output. If some kernel that reads the old value is not
   forced to run before the output is written, the old value is copied first.
 * A result takes over the buffer of an operand that dies there, if both are equally large and the kernel reads it at the
@@ -36,6 +37,8 @@ from meshwright.memory.kernel_order import (
     without_equals,
     without_views,
 )
+from meshwright.memory.latency_hiding import latency_hiding
+from meshwright.memory.multi_output import with_several_results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,8 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     """Bytes of temporaries at the worst moment, and which those are."""
     program = without_dead_code(program)
     program, kernels = without_equals(*without_views(program, Fusion(program).run()))
+    if program.platform == ACROSS_HOSTS:
+        kernels = with_several_results(program, kernels)
     if program.platform == "cpu":
         copied = copied_arguments(program, kernels)
     else:
@@ -128,9 +133,12 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     }
     if program.platform == "cpu":
         return _peak(program, breadth_first(program, kernels, copied), inside)
-    tried = (heaviest_first,) if program.platform == ACROSS_HOSTS else (greedy, depth_first, heaviest_first)
-    orders = (order(program, kernels, copied) for order in tried)
-    return min((_peak(program, order, inside) for order in orders), key=lambda found: found[0])
+    orders = [order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first)]
+    peaks = [_peak(program, order, inside) for order in orders]
+    least = min(range(len(orders)), key=lambda at: peaks[at][0])
+    if program.platform == ACROSS_HOSTS:
+        return _peak(program, latency_hiding(program, orders[least]), inside)
+    return peaks[least]
 
 
 def _peak(program: Program, order: list[Kernel | int], inside: Mapping[int, int]) -> tuple[int, tuple[LiveBuffer, ...]]:
@@ -182,6 +190,7 @@ def _buffers(program: Program, order: list[Kernel | int], last: dict[int, int]) 
         if isinstance(step, int):
             reserve("copy", step, moment)
             continue
+        taken: set[int] = set()  # operands whose buffers results of this kernel have taken over
         for rank, value in enumerate(step.writes):
             born[value] = moment
             target = _taken_over(program, step, rank, last, moment, lasting)
@@ -200,7 +209,8 @@ def _buffers(program: Program, order: list[Kernel | int], last: dict[int, int]) 
                 continue
             if value in outputs:
                 continue
-            if target is not None and target in home and last[target] == moment:
+            if target is not None and target in home and last[target] == moment and target not in taken:
+                taken.add(target)
                 home[value] = home[target]
                 home[value].last = max(home[value].last, last.get(value, moment))
             else:
