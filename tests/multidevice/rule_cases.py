@@ -51,6 +51,19 @@ def conv_backward(x: Any, kernel: Any, **options: Any) -> Any:
     return pull(jnp.sin(y))
 
 
+def ragged_backward(x: Any, w: Any, sizes: Any) -> Any:
+    """The derivative's own products: over groups of rows, and with each group summed."""
+    y, pull = jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)
+    return pull(jnp.sin(y))
+
+
+def ragged_batch(x: Any, w: Any, sizes: Any) -> Any:
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((2,), (2,)), ((0,), (1,))), lhs_ragged_dimensions=[1], rhs_group_dimensions=[0]
+    )
+    return lax.ragged_dot_general(x, w, sizes, dims)
+
+
 def pool(combine: Any, start: float, window: int, stride: int, padding: str, x: Any) -> Any:
     return lax.reduce_window(x, start, combine, (1, window, window, 1), (1, stride, stride, 1), padding)
 
@@ -138,8 +151,12 @@ PRODUCTS: dict[str, Case] = {
     ),
     "dot of integers": (jnp.matmul, (integers(5, 8, 4), integers(5, 4, 8))),
     "dot of complex": (jnp.matmul, (lax.complex(normal(8, 4), normal(8, 4)), lax.complex(normal(4, 4), normal(4, 4)))),
-    "ragged dot": (lax.ragged_dot, (normal(8, 4), normal(3, 4, 8), jnp.array([3, 0, 5], jnp.int32))),
-    "ragged dot, rows left": (lax.ragged_dot, (normal(8, 4), normal(3, 4, 8), jnp.array([1, 2, 2], jnp.int32))),
+    "ragged dot": (lax.ragged_dot, (normal(8, 4), normal(6, 4, 10), jnp.array([3, 0, 1, 1, 0, 3], jnp.int32))),
+    "ragged dot, rows left": (lax.ragged_dot, (normal(8, 4), normal(2, 4, 8), jnp.array([1, 4], jnp.int32))),
+    "ragged dot's derivative": (
+        ragged_backward, (normal(8, 4), normal(6, 4, 10), jnp.array([2, 0, 1, 1, 0, 3], jnp.int32)),
+    ),
+    "ragged dot of a batch": (ragged_batch, (normal(2, 8, 4), normal(4, 2, 4, 6), jnp.array([[3, 1, 0, 4]] * 2))),
     "triangular solve": (
         partial(lax.linalg.triangular_solve, left_side=True, lower=True),
         (well_conditioned(4, 4, 4), normal(4, 4, 8)),

@@ -119,26 +119,3 @@ def scatter_whole(equation: Equation, rule: Rule) -> set[int]:
     inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     indexed = numbers.scatter_dims_to_operand_dims
     return {f for d in indexed if d not in inserted for f in rule.operands[0][d]}
-
-
-def ragged_dot(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
-    """`ragged_dot_general` on shards: each block of the ragged rows has its own share of every group."""
-    lhs, rhs, groups = operands
-    (ragged,) = equation.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    dim = split.rule.operands[0][ragged]
-    if split.dim_axes(dim):
-        start = split.offset(equation.invars[0].aval.shape[ragged], dim)
-        ends = jnp.clip(jnp.cumsum(groups) - start, 0, lhs.shape[ragged]).astype(groups.dtype)
-        groups = jnp.diff(ends, prepend=jnp.zeros((1,), groups.dtype))
-    return bind(equation, lhs, rhs, groups)
-
-
-def ragged_dot_whole(equation: Equation, rule: Rule) -> set[int]:
-    """Factors of a `ragged_dot_general` that are not split: the groups, and all but the rows of the common kind."""
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    (contract, batch) = numbers.dot_dimension_numbers
-    (ragged,) = numbers.lhs_ragged_dimensions
-    groups = {f for dim in rule.operands[2] for f in dim}
-    if any(batch) or ragged in contract[0]:
-        groups.update(f for dim in rule.operands[0] for f in dim)
-    return groups

@@ -1,6 +1,6 @@
 """Kernels as operators of a plan: those that declare a sharding rule (`jax.experimental.custom_partitioning`), Pallas
-kernels, whose rule follows from their grid (`_jax.pallas`), `meshwright.attention` (`program.attention`) and cuDNN's
-attention (`_jax.cudnn`).
+kernels, whose rule follows from their grid (`_jax.pallas`), `meshwright.attention` (`program.attention`), cuDNN's
+attention (`_jax.cudnn`) and products of groups of rows (`program.ragged`).
 
 Of a declared rule a factor may be split where the kernel's partition function takes and makes the blocks that the rule
 says, and sends nothing itself: the plan prices and issues all communication. A *reduction* may be split where what a
@@ -23,12 +23,13 @@ from .._jax.shardy import Lowered, LoweredOp
 from ..errors import PlanError
 from .attention import attention_rule
 from .factors import Composer, Dims, Rule, compose, whole_rule
+from .ragged import is_ragged, ragged_rule
 from .split import Split
 
 
 def is_kernel(equation: Equation) -> bool:
     """Whether an equation is a kernel that says how it may be split."""
-    kinds = is_partitioned_kernel, is_pallas_call, is_cudnn_attention, is_attention
+    kinds = is_partitioned_kernel, is_pallas_call, is_cudnn_attention, is_attention, is_ragged
     return any(is_one(equation) for is_one in kinds)
 
 
@@ -42,6 +43,8 @@ def kernel_rule(equation: Equation) -> tuple[Rule, str]:
         return _grid_rule(equation)
     if is_attention(equation):
         return attention_rule(equation), "it has one batch, one head and one position"
+    if is_ragged(equation):
+        return ragged_rule(equation)
     return _attention_rule(equation) if is_cudnn_attention(equation) else _declared(equation)
 
 

@@ -23,9 +23,10 @@ from .._jax.random import is_key, random_bits_at, split_at
 from .attention import evaluate_attention
 from .factors import Dims, Rule
 from .halo import POOLS, spatial_rule, windowed
-from .indexed import gather, gather_whole, ragged_dot, ragged_dot_whole, scatter, scatter_whole
+from .indexed import gather, gather_whole, scatter, scatter_whole
 from .kernels import evaluate_grid, evaluate_kernel, evaluate_on_blocks
 from .microbatch_rows import rows_in_batch
+from .ragged import evaluate_ragged
 from .split import Split
 
 # Reductions whose partial results combine by one collective.
@@ -34,6 +35,7 @@ COMBINE: Mapping[str, str] = {
     "dot_general": "sum",
     "conv_general_dilated": "sum",
     "custom_partitioning": "sum",
+    "ragged_dot_general": "sum",
     "gather": "sum",
     "scatter-add": "sum",
     "reduce_max": "max",
@@ -119,7 +121,7 @@ _EVALUATORS: Mapping[str, Evaluator] = {
     "random_bits": _random_bits,
     "random_split": _random_split,
     "gather": gather,
-    "ragged_dot_general": ragged_dot,
+    "ragged_dot_general": evaluate_ragged,
     **dict.fromkeys(_SCATTERS, scatter),
     **dict.fromkeys(_WINDOWED, windowed),
 }
@@ -182,7 +184,6 @@ _WHOLE: Mapping[str, Callable[[Equation, Rule], set[int]]] = {
     "conv_general_dilated": _convolution_whole,
     "dynamic_update_slice": _update_whole,
     "gather": gather_whole,
-    "ragged_dot_general": ragged_dot_whole,
     "reshape": _reshape_whole,
     **dict.fromkeys(_SCATTERS, scatter_whole),
 }
