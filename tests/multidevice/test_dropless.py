@@ -14,8 +14,9 @@ from one_device import assert_equal_trees, copy
 
 import meshwright as mw
 from meshwright.program.rules import ReplicationWarning
+from meshwright.program.trace import trace_program
 
-EXPERTS = 8
+EXPERTS, WIDTH, HIDDEN = 8, 16, 32
 
 
 def softmax_router(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -74,29 +75,79 @@ def shapes(width: int, hidden: int, experts: int = EXPERTS) -> dict[str, tuple[i
 
 def small() -> tuple[Any, jax.Array]:
     keys = iter(jax.random.split(jax.random.key(0), 7))
-    state = {name: 0.3 * jax.random.normal(next(keys), shape) for name, shape in shapes(16, 32).items()}
-    return state, jax.random.normal(next(keys), (8, 16, 16))
+    state = {name: 0.3 * jax.random.normal(next(keys), shape) for name, shape in shapes(WIDTH, HIDDEN).items()}
+    return state, jax.random.normal(next(keys), (8, 16, WIDTH))
 
 
-# Of a product of groups: rows, summed dim, groups, columns, sizes of groups (`program.ragged`).
+# What is split over which axes: tokens, experts, the hidden dim of each expert.
 WAYS = {
-    "experts": ((), (), ("y",), (), ()),
-    "experts and rows": (("x",), (), ("y",), (), ()),
-    "experts over both axes": ((), (), ("x", "y"), (), ()),
+    "data": {"tokens": ("x", "y")},
+    "expert": {"experts": ("y",)},
+    "data x expert": {"tokens": ("x",), "experts": ("y",)},
+    "data x tensor": {"tokens": ("x",), "hidden": ("y",)},
+    "expert x tensor": {"experts": ("x",), "hidden": ("y",)},
+}
+MIXTURES = {
+    "softmax, three experts, scattered": (softmax_router, scattered, 3),
+    "sigmoid, two experts, unsorted": (sigmoid_router, unsorted, 2),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_split_products_of_groups_are_exact(way: str) -> None:
+def factors_of(step: Callable[..., Any], args: Any) -> tuple[dict[str, int], int]:
+    """Which factors of the mixture's operator are tokens, experts and hidden dim, and how many it has."""
+    graph = trace_program(step, args).graph
+    (operator,) = (one for one in graph.operators if one.name == "sorted_rows")
+    shapes = {graph.values[v].shape: dims for v, dims in zip(operator.operands, operator.rule.operands, strict=True)}
+    (experts,), _, (hidden,) = shapes[EXPERTS, WIDTH, HIDDEN]
+    (tokens,), _ = shapes[8 * 16, WIDTH]
+    return {"tokens": tokens, "experts": experts, "hidden": hidden}, len(operator.rule.factors)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_split_mixtures_are_exact(mixture: str) -> None:
     """As the planner would split them were the arrays larger."""
-    step = step_of(softmax_router, scattered, 3)
+    step, (state, x) = step_of(*MIXTURES[mixture]), small()
+    made = jax.jit(step)(state, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ReplicationWarning)
-        found = mw.plan_for(step, small(), cluster="local", mesh={"x": 2, "y": 4}, stages=1).plan
+        found = mw.plan_for(step, (state, x), cluster="local", mesh={"x": 2, "y": 4}, stages=1).plan
     (stage,) = found.stages
-    operators = tuple(
-        replace(one, axes=WAYS[way]) if one.name == "ragged_dot_general" else one for one in stage.operators
-    )
-    plan = replace(found, stages=(replace(stage, operators=operators),))
+    factors, count = factors_of(step, (state, x))
+    for way in WAYS.values():
+        split = {factors[name]: axes for name, axes in way.items()}
+        axes = tuple(split.get(f, ()) for f in range(count))
+        operators = tuple(replace(one, axes=axes) if one.name == "sorted_rows" else one for one in stage.operators)
+        plan = replace(found, stages=(replace(stage, operators=operators),))
+        assert_equal_trees(mw.parallelize(step, plan=plan)(copy(state), x), made)
+
+
+def test_microbatches_are_those_of_the_whole_batch() -> None:
+    step = step_of(sigmoid_router, scattered, 2)
     state, x = small()
-    assert_equal_trees(mw.parallelize(step, plan=plan)(copy(state), x), jax.jit(step)(state, x))
+    made = jax.jit(step)(state, x)
+    parallel = mw.parallelize(step, cluster="local", mesh={"x": 2, "y": 4}, stages=1, microbatches=2)
+    assert_equal_trees(parallel(copy(state), x), made)
+
+
+def test_a_mixture_that_depends_on_the_order_runs_whole() -> None:
+    def by_rank(p: Any, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        """Rows are scaled by where they come in the order."""
+        order = jnp.argsort(ids.ravel())
+        rows = x[order // ids.shape[1]] * jnp.arange(order.size)[:, None]
+        made = jax.lax.ragged_dot(rows, p["up"], jnp.bincount(ids.ravel(), length=EXPERTS)) @ p["down"][0]
+        return jnp.zeros_like(x).at[order // ids.shape[1]].add(made)
+
+    with pytest.warns(ReplicationWarning, match=r"mul at .*test_dropless.*meets sorted rows with what is not sorted"):
+        found = mw.plan_for(step_of(softmax_router, by_rank, 2), small(), cluster="local", stages=1).plan
+    assert "sort" in {one.name for one in found.stages[0].operators}
+
+
+def test_full_size_mixtures_are_split_where_it_pays() -> None:
+    """One layer of Mixtral 8x7B on 32 H100s: no device sorts the tokens of all, or has all experts at once."""
+    state = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes(4096, 14336).items()}
+    x = jax.ShapeDtypeStruct((32, 4096, 4096), jnp.bfloat16)
+    step = step_of(softmax_router, scattered, 2)
+    (stage,) = mw.plan_for(step, (state, x), cluster="dgx-h100:4", stages=1).plan.stages
+    (mixture,) = (one for one in stage.operators if one.name == "sorted_rows")
+    assert {axis for axes in mixture.axes for axis in axes} == {axis for axis, _ in stage.mesh}
+    assert mixture.axes[0]

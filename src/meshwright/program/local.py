@@ -20,6 +20,7 @@ from .._jax import attention
 from .._jax.cudnn import BACKWARD, FORWARD
 from .._jax.jaxpr import Equation, bind, open_jaxpr, result_avals
 from .._jax.random import is_key, random_bits_at, split_at
+from .._jax.sorted_rows import NAME as SORTED_ROWS
 from .attention import evaluate_attention
 from .factors import Dims, Rule
 from .halo import POOLS, spatial_rule, windowed
@@ -27,6 +28,7 @@ from .indexed import gather, gather_whole, scatter, scatter_whole
 from .kernels import evaluate_grid, evaluate_kernel, evaluate_on_blocks
 from .microbatch_rows import rows_in_batch
 from .ragged import evaluate_ragged
+from .sorted_rule import evaluate_sorted
 from .split import Split
 
 # Reductions whose partial results combine by one collective.
@@ -36,6 +38,7 @@ COMBINE: Mapping[str, str] = {
     "conv_general_dilated": "sum",
     "custom_partitioning": "sum",
     "ragged_dot_general": "sum",
+    SORTED_ROWS: "sum",
     "gather": "sum",
     "scatter-add": "sum",
     "reduce_max": "max",
@@ -106,6 +109,10 @@ def _positions(split: Split, shape: Sequence[int], whole: Sequence[int], dims: D
     return found
 
 
+def _sorted_rows(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
+    return evaluate_sorted(equation, split, operands, evaluate_local)
+
+
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 _WINDOWED = ("conv_general_dilated", *POOLS)
 _EVALUATORS: Mapping[str, Evaluator] = {
@@ -122,6 +129,7 @@ _EVALUATORS: Mapping[str, Evaluator] = {
     "random_split": _random_split,
     "gather": gather,
     "ragged_dot_general": evaluate_ragged,
+    SORTED_ROWS: _sorted_rows,
     **dict.fromkeys(_SCATTERS, scatter),
     **dict.fromkeys(_WINDOWED, windowed),
 }

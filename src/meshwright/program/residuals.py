@@ -52,7 +52,7 @@ _INDEXED = frozenset(["select_n", "gather", "scatter-add", "dynamic_slice", "dyn
 # The derivative reads the result.
 RESULT_READ = frozenset(["exp", "exp2", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "erf_inv"])
 # It reads operands and result.
-_ALL_READ = frozenset(["attention"])
+_ALL_READ = frozenset(["attention", "sorted_rows"])
 # Each operand's derivative reads the other ones.
 _PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
 # Neither elementwise nor as cheap: all others a fusing compiler makes again where they are read.
@@ -62,6 +62,7 @@ _NOT_FUSED = frozenset(
         "dot_general",
         "conv_general_dilated",
         "ragged_dot_general",
+        "sorted_rows",
         "cholesky",
         "triangular_solve",
         "lu",

@@ -27,9 +27,11 @@ from .._jax.jaxpr import (
 )
 from .._jax.pallas import grid_of, is_pallas_call
 from .._jax.shardy import lower_with_rules
+from .._jax.sorted_rows import is_sorted_rows
 from .factors import Composer, Rule, compose, whole_rule
 from .kernels import is_kernel, kernel_rule
 from .local import ON_ELEMENTS, has_keys, restrict
+from .sorted_rule import sorted_rule
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "cond", "while")
 # One element in, one out; a partial sum passes through unchanged.
@@ -118,7 +120,7 @@ class Rules:
         elif equation.primitive.name == "scan":
             for inner in open_jaxpr(scan_parts(equation).body).eqns:
                 yield from self._plain_equations(inner, False)
-        elif is_remat(equation):
+        elif is_remat(equation) or is_sorted_rows(equation):
             for inner in open_jaxpr(equation.params["jaxpr"]).eqns:
                 yield from self._plain_equations(inner, False)
         else:
@@ -146,7 +148,9 @@ class Rules:
         """The rule of one equation, restricted to what can be executed on shards."""
         key = (self._signature(equation), differentiated)
         if key not in self._rules:
-            if is_call(equation) or equation.primitive.name == "scan" or is_remat(equation):
+            if is_sorted_rows(equation):
+                rule = sorted_rule(equation, lambda inner: self.rule(inner, differentiated=False))
+            elif is_call(equation) or equation.primitive.name == "scan" or is_remat(equation):
                 rule = self._call_rule(equation, differentiated)
             else:
                 plain = self._plain[key[0]]
@@ -323,6 +327,8 @@ def _signature(equation: Equation) -> tuple[Any, ...]:
         described = tuple((name, _identity(params[name])) for name in sorted(params))
     elif equation.primitive.name == "slice":
         described = f"strides {params['strides']}"  # pieces of a scan take rows of their own, the shapes say how many
+    elif is_sorted_rows(equation):
+        described = params["rows"].key
     elif is_pallas_call(equation):
         described = str(grid_of(equation))  # as text its parameters leave out which blocks it reads
     else:

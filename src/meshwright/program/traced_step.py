@@ -20,6 +20,7 @@ from .._jax.trace import trace
 from .donation import donated_inputs
 from .marking import Marks, marks_of
 from .rules import Rules
+from .sorted_rows import with_sorted_rows
 from .state import StateLeaf, relate_state
 
 
@@ -101,9 +102,9 @@ class TracedStep:
 
 
 def core_of(loss: ClosedJaxpr) -> tuple[ClosedJaxpr, Boundaries]:
-    """The program of a loss function without dead code, and the layer boundaries in it."""
+    """The program of a loss function without dead code, its mixtures as operators, and the layer boundaries in it."""
     written = Boundaries()
-    return without_dead_code(inline(loss, boundaries=written), written)
+    return with_sorted_rows(*without_dead_code(inline(loss, boundaries=written), written))
 
 
 def without_dead_code(whole: ClosedJaxpr, written: Boundaries) -> tuple[ClosedJaxpr, Boundaries]:

@@ -74,7 +74,9 @@ def _meaning(
         missing = used - {a for dim in dims for a in dim} if moving else set[str]()
         operands.append(Spec(dims, broadcast=frozenset(missing)))
     partial = frozenset() if combines_at_once else reduced
-    results = tuple(Spec(dims_of(tensor), partial=partial) for tensor in results_of)
+    # What an operator keeps for its derivative may have a dim that its result sums over.
+    made = [(dims, partial.difference(*dims)) for dims in map(dims_of, results_of)]
+    results = tuple(Spec(dims, partial=summed) for dims, summed in made)
     return Algorithm(axes, tuple(operands), results)
 
 

@@ -73,7 +73,9 @@ class KernelsOf:
             if mask is not None:
                 kernel = in_zigzag_order(Kernel("attention", *whole, mask), self._operator, cuts)
                 return _again(kernel, self._moving, ATTENTION_BACKWARD)
-            return _again(Kernel("product", *whole), self._moving, float(len(self._moving)))
+            # Each product has the gradients of two operands; what a mixture reads beside them takes no longer.
+            runs = 2.0 if self._operator.name == "sorted_rows" else float(len(self._moving))
+            return _again(Kernel("product", *whole), self._moving, runs)
         work = chain_flops(self._operator) / parts_of(algorithm, self._sizes) if self._device.vector_flops else 0.0
         written = 0.0 if self._is_free else sum(self._local(self._made_bytes, algorithm.results))
         kernel = plain_kernel(self._operator, self._device, written, work, stored=self._stored)

@@ -1,0 +1,287 @@
+"""Rows that are sorted into groups, worked on and brought back: mixtures without dropped tokens, found in a program.
+
+A mixture sorts its tokens by expert, gathers their rows in that order, multiplies each group of rows by the matrices of
+its expert, and adds the results to the tokens again. A sort needs all of the batch; but nothing of what the mixture
+makes depends on the order of rows. So a device may sort the tokens that it has, and meets no others. That is proven
+here, by a walk from the sort over all that reads its results. Of each value it is known whether it has
+
+* *rows*: along one dim it has something of the element that was sorted to this place, whatever its order;
+* *places*: along one dim it has, for each element as it was before sorting, the row where it is now (an argsort of the
+  order, which brings rows back);
+* or neither: it does not depend on the order.
+
+Rows come of an operator on rows alone, or on what is the same for all rows; of a gather at indices that are rows; of a
+product of groups (`ragged_dot`) whose sizes count what was sorted by. The order is left by a gather of rows at places,
+a scatter-add at rows, and a sum over rows. Where indices reach is computed with numbers, of the order 0, 1, 2...: a
+block of rows has to read and write the same block of tokens (`order // k`). Any other use is refused, and the mixture
+stays as it is: its tokens are sorted on every device, and a warning says which line it was.
+
+What was found becomes one equation (`_jax.sorted_rows`), whose rule is composed of those inside (`sorted_rule`).
+
+Known limits: one key and its argsort, in one dim; nothing with a derivative of its own inside; that sizes count the
+keys is seen on examples of keys, and that keys are numbers of groups is taken for granted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._jax.boundary import Boundaries
+from .._jax.jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    consts_of,
+    evaluate,
+    is_dropped,
+    is_literal,
+    is_remat,
+    open_jaxpr,
+    source_line,
+)
+from .._jax.sorted_rows import SortedRows, one_equation, program_of
+from .order import Refused, followed
+from .rules import ReplicationWarning
+from .sorted_sums import linear_equations
+
+# Other views of keys.
+_VIEWS = ("reshape", "convert_element_type", "copy", "squeeze", "expand_dims")
+# What may be behind rows that were brought back.
+_TAIL = (
+    "reshape",
+    "transpose",
+    "convert_element_type",
+    "mul",
+    "dot_general",
+    "reduce_sum",
+    "broadcast_in_dim",
+    "squeeze",
+)
+
+
+def with_sorted_rows(core: ClosedJaxpr, boundaries: Boundaries) -> tuple[ClosedJaxpr, Boundaries]:
+    """A program with each of its mixtures as one equation, and where its layer boundaries are then."""
+    jaxpr = open_jaxpr(core)
+    found, places = _replaced(jaxpr, boundaries.before)
+    if found is jaxpr:
+        return core, boundaries
+    before = sorted({sum(place < cut for place in places) for cut in boundaries.before})
+    scans = [number for number, place in enumerate(places) if place in boundaries.scans]
+    return ClosedJaxpr(found, consts_of(core)), Boundaries(before=before, scans=scans)
+
+
+def _replaced(jaxpr: Jaxpr, cuts: Sequence[int] = ()) -> tuple[Jaxpr, list[int]]:
+    """A program with its mixtures as equations, at any depth, and for each equation the place it had."""
+    equations = [_inside(equation) for equation in jaxpr.eqns]
+    changed = any(a is not b for a, b in zip(equations, jaxpr.eqns, strict=True))
+    places = list(range(len(equations)))
+    for keys in [equation.outvars[0] for equation in equations if _sorts(equation)]:
+        sort = next((n for n, e in enumerate(equations) if _sorts(e) and e.outvars[0] is keys), None)
+        if sort is None:  # it is inside of another mixture
+            continue
+        try:
+            run = _run_of(_with(jaxpr, equations), sort)
+        except Refused as refusal:
+            warnings.warn(
+                f"the mixture at {source_line(equations[sort])} sorts all tokens on every device: {refusal}",
+                ReplicationWarning, stacklevel=2,
+            )  # fmt: skip
+            continue
+        if run is None or any(places[run.inside[0]] < cut <= places[run.inside[-1]] for cut in cuts):
+            continue
+        equations, kept = run.replaced()
+        places = [places[n] for n in kept]
+        changed = True
+    return (_with(jaxpr, equations) if changed else jaxpr), places
+
+
+def _with(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
+    return jaxpr.replace(eqns=list(equations), debug_info=jaxpr.debug_info.with_unknown_names())
+
+
+def _inside(equation: Equation) -> Equation:
+    """An equation of a loop or a rematerialised region, with the mixtures in its body replaced."""
+    if equation.primitive.name != "scan" and not is_remat(equation):
+        return equation
+    body = equation.params["jaxpr"]
+    found, _ = _replaced(open_jaxpr(body))
+    if found is open_jaxpr(body):
+        return equation
+    closed = ClosedJaxpr(found, consts_of(body)) if hasattr(body, "consts") else found
+    return equation.replace(params={**equation.params, "jaxpr": closed})
+
+
+def _sorts(equation: Equation) -> bool:
+    """Whether an equation is an argsort of one key in one dim."""
+    return (
+        equation.primitive.name == "sort" and equation.params["num_keys"] == 1 and len(equation.invars) == 2
+        and equation.invars[0].aval.ndim == 1 and not any(map(is_literal, equation.invars))
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """The equations of one mixture.
+
+    Args:
+      jaxpr: that they are in.
+      inside: their positions in it, in order.
+      copied: positions of equations that others may read too, which then stay there as well.
+      rows: what is known of them.
+    """
+
+    jaxpr: Jaxpr
+    inside: Sequence[int]
+    copied: Set[int]
+    rows: SortedRows
+
+    def replaced(self) -> tuple[list[Equation], list[int]]:
+        """The program's equations with these as one, without those that only they read, and their former places."""
+        equations, last = self.jaxpr.eqns, self.inside[-1]
+        made = {last: one_equation(self.rows, equations[last])}
+        needed = {a for a in self.jaxpr.outvars if not is_literal(a)}
+        kept: list[int] = []
+        for n in reversed(range(len(equations))):
+            equation = made.get(n, equations[n])
+            if n != last and (n in self.inside or (n in self.copied and not needed.intersection(equation.outvars))):
+                continue
+            needed.update(a for a in equation.invars if not is_literal(a))
+            kept.append(n)
+        kept.reverse()
+        return [made.get(n, equations[n]) for n in kept], kept
+
+
+def _run_of(jaxpr: Jaxpr, sort: int) -> _Run | None:
+    """The mixture that begins with a sort; None if it is none.
+
+    Raises:
+      Refused: if it depends on the order of its rows.
+    """
+    equations = jaxpr.eqns
+    made_by = {var: n for n, equation in enumerate(equations) for var in equation.outvars if not is_dropped(var)}
+
+    def maker(atom: Any) -> Equation | None:
+        return None if is_literal(atom) or atom not in made_by else equations[made_by[atom]]
+
+    walk = followed(jaxpr, sort, maker)
+    if not walk.products:
+        return None
+    if walk.refusal is not None:
+        raise walk.refusal
+    # The keys, as whoever counts them has them.
+    chain: list[Any] = [equations[sort].invars[0]]
+    while (view := maker(chain[-1])) is not None and view.primitive.name in _VIEWS and _is_whole(view.invars[0]):
+        chain.append(view.invars[0])
+    counts: set[int] = set()
+    for sizes in {equations[n].invars[2] for n in walk.products}:
+        counts |= _counting(jaxpr, made_by, sizes, chain[-1])
+    inside = _with_tail(jaxpr, {sort, *walk.inside})
+    copied = {*counts, *(made_by[var] for var in chain[:-1])} - inside
+    copied |= _constants(equations, made_by, inside | copied) - inside
+    order = sorted(inside | copied)
+    body = [equations[n] for n in order]
+    made = {var for equation in body for var in equation.outvars}
+    read = list(dict.fromkeys(a for one in body for a in one.invars if not is_literal(a) and a not in made))
+    outside = [e for n, e in enumerate(equations) if n not in inside and n not in copied]
+    others = {a for one in outside for a in one.invars if not is_literal(a)}
+    others |= {a for a in jaxpr.outvars if not is_literal(a)}
+    results = [var for n in sorted(inside) for var in equations[n].outvars if var in others]
+    early = {
+        a for n, e in enumerate(equations[: max(inside)]) if n not in inside for a in e.invars if not is_literal(a)
+    }
+    if early.intersection(results):
+        raise Refused("something is made of its results before all of them are there")
+    at = {n: position for position, n in enumerate(order)}
+    sums, groups = linear_equations(body, results, walk.rows)
+    kept = [var for n in walk.kept for var in equations[n].outvars if var not in results]
+    rows = SortedRows(
+        program=program_of(jaxpr, body, read, [*results, *kept]), sorts=frozenset(at[n] for n in (sort, *walk.sorts)),
+        own={at[n]: dims for n, dims in walk.own.items()}, counts=frozenset(at[n] for n in counts), sums=sums,
+        groups=groups,
+    )  # fmt: skip
+    return _Run(jaxpr=jaxpr, inside=sorted(inside), copied=copied, rows=rows)
+
+
+def _is_whole(atom: Any) -> bool:
+    """Whether a value is of whole numbers."""
+    return np.issubdtype(atom.aval.dtype, np.integer)
+
+
+def _counting(jaxpr: Jaxpr, made_by: Mapping[Any, int], sizes: Any, keys: Any) -> set[int]:
+    """The equations that make the sizes of groups of keys."""
+    found: set[int] = set()
+    stack = [sizes]
+    while stack:
+        var = stack.pop()
+        if is_literal(var) or var is keys:
+            continue
+        if var not in made_by:
+            raise Refused("the sizes of its groups are made of something else than what its rows are sorted by")
+        if made_by[var] not in found:
+            found.add(made_by[var])
+            stack += jaxpr.eqns[made_by[var]].invars
+    if not found or not _are_counts(program_of(jaxpr, [jaxpr.eqns[n] for n in sorted(found)], [keys], [sizes])):
+        raise Refused("the sizes of its groups do not count what its rows are sorted by")
+    return found
+
+
+# What was seen to count keys, or not to.
+_COUNTS: dict[str, bool] = {}
+
+
+def _are_counts(program: ClosedJaxpr) -> bool:
+    """Whether a program counts its keys: seen on keys drawn at random, of all groups or half of them, and all alike."""
+    text = str(program)
+    if text not in _COUNTS:
+        keys, sizes = open_jaxpr(program).invars[0].aval, open_jaxpr(program).outvars[0].aval
+        draws = np.random.default_rng(0)
+        (groups,) = sizes.shape
+        tried = [draws.integers(0, high, keys.shape) for high in (groups, (groups + 1) // 2)]
+        tried.append(np.full(keys.shape, groups - 1))
+        with jax.ensure_compile_time_eval():
+            _COUNTS[text] = all(
+                np.array_equal(
+                    evaluate(program, jnp.asarray(one, keys.dtype))[0], np.bincount(one.ravel(), None, groups)
+                )
+                for one in tried
+            )
+    return _COUNTS[text]
+
+
+def _constants(equations: Sequence[Equation], made_by: Mapping[Any, int], among: Iterable[int]) -> set[int]:
+    """Equations that make what some others read of no variables (zeros, positions)."""
+    read = (a for n in among for a in equations[n].invars if not is_literal(a) and a in made_by)
+    return {made_by[a] for a in read if all(map(is_literal, equations[made_by[a]].invars))}
+
+
+def _with_tail(jaxpr: Jaxpr, inside: set[int]) -> set[int]:
+    """The equations with those behind them that make their only result smaller (the sum over a token's experts): where
+    it is a sum over devices, less is sent."""
+    found, equations = set(inside), jaxpr.eqns
+
+    def leaving() -> list[Any]:
+        others = [a for n, e in enumerate(equations) if n not in found for a in e.invars if not is_literal(a)]
+        others += [a for a in jaxpr.outvars if not is_literal(a)]
+        made = {var for n in found for var in equations[n].outvars}
+        return [a for a in others if a in made]
+
+    results = leaving()
+    first = smallest = prod(results[0].aval.shape) if len(results) == 1 else 0
+    best = inside
+    while len(results) == 1 and not any(a is results[0] for a in jaxpr.outvars):
+        (reader,) = (n for n, e in enumerate(equations) if n not in found and results[0] in e.invars)
+        if equations[reader].primitive.name not in _TAIL:
+            break
+        found.add(reader)
+        results = leaving()
+        if len(results) == 1 and prod(results[0].aval.shape) < smallest:
+            best, smallest = set(found), prod(results[0].aval.shape)
+    return best if smallest < first else inside

@@ -1,0 +1,113 @@
+"""Which sums over groups and inside products of sorted rows may be left to whoever reads the result.
+
+A device that has some of the groups has zeros for the rows of all others. What operators on elements make of them does
+not matter as long as only products of the same groups read it. Behind the last product they have to stay zero: all up
+to the result has to be linear. The same holds for sums over a dim of a product, everywhere behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+from .._jax.jaxpr import Equation, is_literal
+from .ragged import is_ragged
+
+# Linear in their only operand.
+_LINEAR = frozenset(
+    """broadcast_in_dim convert_element_type copy expand_dims neg reduce_sum reshape slice squeeze transpose split
+    stop_gradient""".split()  # noqa: SIM905 (a table)
+)
+
+
+def linear_equations(
+    equations: Sequence[Equation], results: Sequence[Any], rows: Set[Any]
+) -> tuple[frozenset[int], bool]:  # fmt: skip
+    """Positions of equations in whose results all that follows is linear, and whether groups may be split.
+
+    Args:
+      equations: of sorted rows, in order.
+      results: of them, that others read.
+      rows: values that have rows.
+    """
+    users: dict[Any, list[int]] = {}
+    for position, equation in enumerate(equations):
+        for atom in equation.invars:
+            if not is_literal(atom):
+                users.setdefault(atom, []).append(position)
+    made_by = {var: n for n, equation in enumerate(equations) for var in equation.outvars}
+    if len(results) != 1:  # a result that is no sum would be one
+        return frozenset(), False
+
+    def reaches(var: Any, *, in_groups: bool) -> bool:
+        """Whether all that is made of a value is linear in it, and it is the result alone that leaves; with
+        `in_groups`, up to the next product of the same groups."""
+        follow, stack = {var}, [var]
+        while stack:
+            for position in users.get(stack.pop(), ()):
+                equation = equations[position]
+                if is_ragged(equation) and in_groups:
+                    if equation.invars[1] in follow or equation.invars[2] in follow:
+                        return False
+                    continue
+                fresh = [one for one in equation.outvars if one not in follow]
+                follow.update(fresh)
+                stack += fresh
+        seen = {n for one in follow for n in users.get(one, ())}
+        if in_groups and results[0] not in follow:
+            return follow <= rows
+        alike = (n for n in seen if not (in_groups and is_ragged(equations[n])))
+        return all(_is_linear(equations, made_by, equations[n], follow) for n in alike)
+
+    sums = {n for n, e in enumerate(equations) if all(reaches(var, in_groups=False) for var in e.outvars)}
+    products = [e for e in equations if is_ragged(e)]
+    groups = all(reaches(e.outvars[0], in_groups=True) for e in products)
+    # A result that no product is behind would be counted by every device.
+    last = {var for e in products for var in _behind(equations, users, e.outvars[0])}
+    return frozenset(sums), groups and results[0] in last
+
+
+def _behind(equations: Sequence[Equation], users: dict[Any, list[int]], var: Any) -> set[Any]:
+    found, stack = {var}, [var]
+    while stack:
+        for position in users.get(stack.pop(), ()):
+            fresh = [one for one in equations[position].outvars if one not in found]
+            found.update(fresh)
+            stack += fresh
+    return found
+
+
+def _is_linear(equations: Sequence[Equation], made_by: dict[Any, int], equation: Equation, follow: set[Any]) -> bool:
+    """Whether an equation is linear in those of its operands that are followed, together."""
+    name = equation.primitive.name
+    moving = [not is_literal(a) and a in follow for a in equation.invars]
+    if name in _LINEAR:
+        return name != "convert_element_type" or (_is_float(equation.invars[0]) and _is_float(equation.outvars[0]))
+    if name in ("mul", "dot_general"):
+        return sum(moving) == 1
+    if name == "div":
+        return moving == [True, False]
+    if name in ("add", "sub", "add_any", "concatenate"):
+        return all(moving)
+    if name == "gather":
+        return moving == [True, False]
+    if name == "scatter-add":
+        return moving == [False, False, True] and _is_zero(equations, made_by, equation.invars[0])
+    if name == "select_n":
+        cases = zip(equation.invars[1:], moving[1:], strict=True)
+        return not moving[0] and all(m or _is_zero(equations, made_by, a) for a, m in cases)
+    return is_ragged(equation) and moving == [True, False, False]
+
+
+def _is_float(atom: Any) -> bool:
+    return atom.aval.dtype.kind in "fV"
+
+
+def _is_zero(equations: Sequence[Equation], made_by: dict[Any, int], atom: Any) -> bool:
+    """Whether a value is zero everywhere."""
+    if is_literal(atom):
+        return not atom.aval.shape and float(atom.val) == 0
+    n = made_by.get(atom)
+    if n is None or equations[n].primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+        return False
+    return _is_zero(equations, made_by, equations[n].invars[0])
