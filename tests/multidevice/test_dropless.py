@@ -15,6 +15,7 @@ from one_device import assert_equal_trees, copy
 import meshwright as mw
 from meshwright.program.rules import ReplicationWarning
 from meshwright.program.trace import trace_program
+from meshwright.report.strategy import axis_roles
 
 EXPERTS, WIDTH, HIDDEN = 8, 16, 32
 
@@ -33,7 +34,7 @@ def scattered(p: Any, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.A
     """Results are added to their tokens."""
     k = ids.shape[1]
     order = jnp.argsort(ids.ravel())
-    sizes = jnp.bincount(ids.ravel(), length=EXPERTS)
+    sizes = jnp.bincount(ids.ravel(), length=p["up"].shape[0])
     rows = x[order // k]
     hidden = jax.nn.silu(jax.lax.ragged_dot(rows, p["gated"], sizes)) * jax.lax.ragged_dot(rows, p["up"], sizes)
     made = jax.lax.ragged_dot(hidden, p["down"], sizes)
@@ -142,12 +143,31 @@ def test_a_mixture_that_depends_on_the_order_runs_whole() -> None:
     assert "sort" in {one.name for one in found.stages[0].operators}
 
 
-def test_full_size_mixtures_are_split_where_it_pays() -> None:
-    """One layer of Mixtral 8x7B on 32 H100s: no device sorts the tokens of all, or has all experts at once."""
-    state = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes(4096, 14336).items()}
-    x = jax.ShapeDtypeStruct((32, 4096, 4096), jnp.bfloat16)
-    step = step_of(softmax_router, scattered, 2)
+# Of one layer of Mixtral 8x7B and of Qwen3-30B-A3B: width, hidden size of an expert, experts, experts a token.
+FULL = {"mixtral": (4096, 14336, 8, 2), "qwen3": (2048, 768, 128, 8)}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full_size_mixtures_are_split_where_it_pays(name: str) -> None:
+    """On 32 H100s all devices share the tokens and the experts out: large experts by their hidden dim, small ones by
+    number, since tiles of their hidden dim would be narrow."""
+    width, hidden, experts, k = FULL[name]
+    state = {n: jax.ShapeDtypeStruct(s, jnp.bfloat16) for n, s in shapes(width, hidden, experts).items()}
+    x = jax.ShapeDtypeStruct((32, 4096, width), jnp.bfloat16)
+    step = step_of(softmax_router, scattered, k)
     (stage,) = mw.plan_for(step, (state, x), cluster="dgx-h100:4", stages=1).plan.stages
     (mixture,) = (one for one in stage.operators if one.name == "sorted_rows")
     assert {axis for axes in mixture.axes for axis in axes} == {axis for axis, _ in stage.mesh}
-    assert mixture.axes[0]
+    roles = [name for role in axis_roles(stage) for name in role.names]
+    assert any(role.startswith("data parallel") for role in roles)
+    assert ("expert parallel" in roles) == (name == "qwen3")
+
+
+def test_a_preset_shares_out_experts() -> None:
+    state = {n: jax.ShapeDtypeStruct(s, jnp.bfloat16) for n, s in shapes(1024, 1024).items()}
+    x = jax.ShapeDtypeStruct((8, 1024, 1024), jnp.bfloat16)
+    step = step_of(softmax_router, scattered, 2)
+    (stage,) = mw.plan_for(step, (state, x), cluster="dgx-h100:1", preset="expert_parallel(ep=4)").plan.stages
+    roles = {role.axis: role for role in axis_roles(stage)}
+    assert "expert parallel" in roles["expert"].names
+    assert {p.shape for p in roles["expert"].experts} == {(8, 1024, 1024)}

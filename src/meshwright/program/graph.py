@@ -25,6 +25,12 @@ from .factors import Rule
 Path = tuple[int, ...]
 
 
+# Operators with products of groups of rows (`program.ragged`, `program.sorted_rule`). Their first factor is the rows,
+# or what leads them; their second one is the groups.
+GROUPED = ("ragged_dot_general", "sorted_rows")
+GROUPS = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Value:
     """One array of the program.

@@ -5,7 +5,7 @@ Of an index this says two things: which dims of the inputs it is, so that whoeve
 knows every factor that runs over the batch; and its kind:
 
 * `expert`: a matrix product has it in both operands and the result, and one operand depends on parameters alone: a
-  stack of matrices, each for itself.
+  stack of matrices, each for itself. Or it is the groups of a product of groups of rows (`ragged_dot`).
 * `weight`: it is a dim of a parameter that a product reads (heads, feed-forward width), or of parameters alone.
 * `vocabulary`: a weight that something is looked up in by number.
 * `stream`: a weight that residual additions run over. An addition is residual if one summand is computed from the other
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .dependence import values_of_data
-from .graph import Graph, Operator, Value, once_for_each
+from .graph import GROUPED, GROUPS, Graph, Operator, Value, once_for_each
 
 Kind = Literal["expert", "stream", "vocabulary", "weight", "data", "other"]
 
@@ -188,6 +188,8 @@ def _read_by_products(graph: Graph, indices: Indices, of_data: set[int]) -> tupl
                 continue
             read.update(indices.of(op.index, f) for f in factors)
             everywhere = set.intersection(*tensors) & results
+            if op.name in GROUPED and GROUPS in factors:
+                stacked.add(indices.of(op.index, GROUPS))
             if op.name == "dot_general":
                 stacked.update(indices.of(op.index, f) for f in everywhere if op.rule.factors[f].size > 1)
     return read, stacked

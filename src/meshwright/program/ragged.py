@@ -39,6 +39,7 @@ def ragged_rule(equation: Equation) -> tuple[Rule, str]:
     shapes = [tuple(atom.aval.shape) for atom in equation.invars]
     numbers = equation.params["ragged_dot_dimension_numbers"]
     ((left_summed, right_summed), (left_batch, right_batch)) = numbers.dot_dimension_numbers
+    (rows,) = numbers.lhs_ragged_dimensions
     composer = Composer()
     left, right = composer.tensor(shapes[0]), composer.tensor(shapes[1])
     # Whoever has some of the groups must know where they begin.
@@ -47,21 +48,24 @@ def ragged_rule(equation: Equation) -> tuple[Rule, str]:
         composer.unify(left[a], right[b])
     for d in left_summed:
         composer.mark(left[d], "reduction")
-    for d in numbers.rhs_group_dimensions:
-        composer.mark(right[d], "reduction")
     result = [left[d] for d in left_batch]
     result += [dim for d, dim in enumerate(left) if d not in (*left_batch, *left_summed)]
     given = (*right_batch, *right_summed, *numbers.rhs_group_dimensions)
     result += [dim for d, dim in enumerate(right) if d not in given]
+    if numbers.rhs_group_dimensions:
+        (groups,) = (right[d] for d in numbers.rhs_group_dimensions)
+        composer.mark(groups, "reduction")
+    else:  # each group is summed, or has a batch of its own
+        groups = [composer.atom(shapes[2][-1])]
+        result = [groups, *result]
     why = "it has one row, one group and one column"
-    if len(result) < len(equation.outvars[0].aval.shape):  # each group is summed, or has a batch of its own
-        result = [[composer.atom(shapes[2][-1])], *result]
     if left_batch:
         # JAX's groups may differ in each of the batch.
         why = "it is a batch of products of groups"
-        for dim in (*left, *(right[d] for d in numbers.rhs_group_dimensions), result[0]):
+        for dim in (*left, groups):
             composer.mark(dim, "whole")
-    return composer.rule([left, right, sizes], [result]), why
+    rule = composer.rule([[left[rows], groups], left, right, sizes], [result])  # `GROUPS` is the second factor
+    return Rule(rule.operands[1:], rule.results, rule.factors), why
 
 
 def evaluate_ragged(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:

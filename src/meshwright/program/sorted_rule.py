@@ -88,16 +88,19 @@ def _composed(rows: SortedRows, rule_of: Callable[[Equation], Rule]) -> _Compose
             composer.mark([atoms[f]], "reduction" if sums else "whole")
     operands, results = [env[v] for v in body.invars], [env[v] for v in body.outvars]
     made = [env[v] for equation in body.eqns for v in equation.outvars]
-    # Blocks must be blocks inside too.
+    # The first factors are what leads the rows, and the groups. Blocks must be blocks inside too.
+    first = min(rows.sorts)
+    named_first = [[composer.atoms(env[body.eqns[first].outvars[1]][0])[:1], groups]]
     factors = [[[atom]] for _, atoms in inner for atom in atoms]
-    everywhere = composer.rule([*operands, *made, *factors], results)
-    named = (*everywhere.operands[: len(operands)], *everywhere.results)
+    everywhere = composer.rule([*named_first, *operands, *made, *factors], results)
+    given = everywhere.operands[1 : len(operands) + 1]
+    named = (*given, *everywhere.results)
     outside = {f for tensor in named for dim in tensor for f in dim}
     free = outside.intersection(everywhere.splittable)
     rule = everywhere.with_whole([f for f in range(len(everywhere.factors)) if f not in free])
-    made_of = iter(dim for (dim,) in everywhere.operands[len(operands) + len(made) :])
+    made_of = iter(dim for (dim,) in everywhere.operands[1 + len(operands) + len(made) :])
     return _Composed(
-        rule=Rule(rule.operands[: len(operands)], rule.results, rule.factors),
+        rule=Rule(given, rule.results, rule.factors),
         inner=tuple((one, tuple(next(made_of) for _ in atoms)) for one, atoms in inner),
     )
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..plan import ParameterPlan, Stage
+from ..program.graph import GROUPED, GROUPS
 
 # `meshwright.attention`, and of its factors those of query positions, heads and key positions (`program.attention`).
 _ATTENTION, _QUERIES, _HEADS, _KEYS = "attention", 1, (2, 3), 5
 # Operators whose blocks have borders.
 _WINDOWED = ("conv_general_dilated", "reduce_window")
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+_PRODUCTS = ("dot_general", "conv_general_dilated", *GROUPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class AxisRole:
       exchanges: whether neighbours in the stage exchange borders.
       central: whether one device sums the gradients for all.
       attention: how it splits attention, in words, if it does not split its batch or weights.
+      groups: whether it splits products of groups of rows by group.
     """
 
     axis: str
@@ -47,6 +49,7 @@ class AxisRole:
     exchanges: bool
     central: bool = False
     attention: tuple[str, ...] = ()
+    groups: bool = False
 
     @property
     def gathered(self) -> tuple[ParameterPlan, ...]:
@@ -60,12 +63,15 @@ class AxisRole:
 
     @property
     def experts(self) -> tuple[ParameterPlan, ...]:
-        """Of those used split, the stacks of experts by their name, split by expert."""
-        return tuple(
-            p
-            for p in self.used_split
-            if len(p.shape) > 2 and "expert" in p.name.lower() and p.use.dim_of(self.axis) == 0
-        )
+        """Of those used split, the stacks of experts split by expert: by their name, or read by products of groups."""
+
+        def is_one(p: ParameterPlan) -> bool:
+            dim = p.use.dim_of(self.axis)
+            return len(p.shape) > 2 and (
+                ("expert" in p.name.lower() and dim == 0) or (self.groups and dim == len(p.shape) - 3)
+            )
+
+        return tuple(filter(is_one, self.used_split))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +91,7 @@ class AxisRole:
         if tensors:
             ways = {side(p.shape, p.use.dim_of(self.axis)) for p in tensors} - {""}
             found.append(f"tensor parallel ({', '.join(sorted(ways))})" if ways else "tensor parallel")
-        if experts:
+        if experts or self.groups:
             found.append("expert parallel")
         found.extend(self.attention)
         return tuple(found)
@@ -123,6 +129,7 @@ def _role(axis: str, stage: Stage) -> AxisRole:
         exchanges=windowed and _has(stage, "permute") and stage.gradient_exchange == "collective",
         central=stage.gradient_exchange == "central",
         attention=_of_attention(axis, stage),
+        groups=any(axis in one.axes[GROUPS] for one in stage.operators if one.name in GROUPED),
     )
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...cluster import Device
 from ...cost.chains import chain_work
 from ...cost.kernels import ATTENTION_BACKWARD, Kernel
-from ...program.graph import Graph, Operator
+from ...program.graph import GROUPED, GROUPS, Graph, Operator
 from ...sharding import Algorithm, Spec
 from .product_orders import operand_factors, product_factors, product_orders, sliced_operands
 from .ring import attention_mask, in_zigzag_order
@@ -73,9 +73,11 @@ class KernelsOf:
             if mask is not None:
                 kernel = in_zigzag_order(Kernel("attention", *whole, mask), self._operator, cuts)
                 return _again(kernel, self._moving, ATTENTION_BACKWARD)
-            # Each product has the gradients of two operands; what a mixture reads beside them takes no longer.
-            runs = 2.0 if self._operator.name == "sorted_rows" else float(len(self._moving))
-            return _again(Kernel("product", *whole), self._moving, runs)
+            if self._operator.name in GROUPED:
+                # Each product has the gradients of two operands, however many a mixture reads.
+                kernel = Kernel("product", *whole, self._of_groups(cuts))
+                return _again(kernel, self._moving, min(2.0, len(self._moving)))
+            return _again(Kernel("product", *whole), self._moving, float(len(self._moving)))
         work = chain_flops(self._operator) / parts_of(algorithm, self._sizes) if self._device.vector_flops else 0.0
         written = 0.0 if self._is_free else sum(self._local(self._made_bytes, algorithm.results))
         kernel = plain_kernel(self._operator, self._device, written, work, stored=self._stored)
@@ -101,6 +103,22 @@ class KernelsOf:
     def _extent(self, factors: Set[int], cuts: Sequence[int]) -> float:
         """The local extent of factors together."""
         return prod([self._extents[f] / cuts[f] for f in factors])
+
+    def _of_groups(self, cuts: Sequence[int]) -> tuple[float, ...]:
+        """Groups, and of the product of each rows, columns and what it sums over: the largest, where all groups have
+        equally many rows. Empty where groups have no matrices."""
+        rule = self._operator.rule
+        local = [extent / cut for extent, cut in zip(self._extents, cuts, strict=True)]
+
+        def size(dims: Sequence[Sequence[int]]) -> list[float]:
+            return [prod(local[f] for f in dim) for dim in dims]
+
+        matrices = [[dim for dim in t if GROUPS not in dim] for t in rule.operands if any(GROUPS in dim for dim in t)]
+        if not matrices or any(len(dims) != 2 for dims in matrices):
+            return ()
+        summed, columns = max(map(size, matrices), key=prod)
+        rows = max(prod(size([dim])) for t in (*rule.operands, *rule.results) for dim in t if 0 in dim)
+        return local[GROUPS], rows / self._extents[GROUPS], columns, summed
 
     def _product(self, algorithm: Algorithm) -> OperatorKernels:
         cuts = self._cuts(algorithm)

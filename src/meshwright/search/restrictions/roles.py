@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ...program.factors import Factor
-from ...program.graph import Graph, Operator
+from ...program.graph import GROUPED, Graph, Operator
 from ...program.origins import Origin, dim_origins, operator_origins
 from ...sharding import Spec
 from ..prices.choices import Choices, OperatorChoice, ParameterChoice
@@ -100,6 +100,8 @@ class Roles:
                 return experts, False
             if not operator.matmul:
                 return batch | experts, True
+            if operator.name in GROUPED:
+                return experts, True
             stacked = {f for f in experts if all(_has(tensor, f) for tensor in operator.rule.operands)}
             return (stacked if stacked and not _leads_batch(operator, batch) else batch or experts), True
         vocabularies = {f for f, o in origins.items() if self._is(o, "vocabulary")}

@@ -1,0 +1,164 @@
+"""Which mixtures are seen not to depend on the order of their rows, and what of them may be split."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright._jax.boundary import Boundaries
+from meshwright._jax.jaxpr import evaluate, inline, open_jaxpr
+from meshwright.program.graph import GROUPS
+from meshwright.program.rules import ReplicationWarning, Rules
+from meshwright.program.sorted_rows import with_sorted_rows
+
+TOKENS, K, WIDTH, HIDDEN, EXPERTS = 12, 3, 4, 6, 5
+
+Rows = Callable[[Any, Any, Any], Any]
+
+
+def arguments() -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(0), 5)
+    ids = jax.random.randint(keys[0], (TOKENS, K), 0, EXPERTS)
+    x, weights = jax.random.normal(keys[1], (TOKENS, WIDTH)), jax.random.uniform(keys[2], (TOKENS, K))
+    up, down = (
+        jax.random.normal(keys[3 + i], s) for i, s in enumerate([(EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)])
+    )
+    return x, ids, weights, up, down
+
+
+def mixture(
+    *, middle: Callable[..., Any] = jax.nn.silu, last: Callable[..., Any] = lambda y, order: y,
+    sizes: Callable[[Any], Any] = lambda ids: jnp.bincount(ids.ravel(), length=EXPERTS),
+    index: Callable[[Any], Any] = lambda order: order // K,
+) -> Callable[..., Any]:  # fmt: skip
+    """A mixture with parts of it replaced."""
+
+    def run(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+        order = jnp.argsort(ids.ravel())
+        counts = sizes(ids)
+        hidden = middle(jax.lax.ragged_dot(x[index(order)], up, counts))
+        made = last(jax.lax.ragged_dot(hidden, down, counts), order) * weights.ravel()[order][:, None]
+        return jnp.zeros_like(x).at[index(order)].add(made)
+
+    return run
+
+
+def found(run: Callable[..., Any]) -> tuple[Any, Any]:
+    """The equation that a mixture became, and its rule."""
+    core = inline(jax.make_jaxpr(run)(*arguments()))
+    program, _ = with_sorted_rows(core, Boundaries())
+    equation = next(one for one in open_jaxpr(program).eqns if one.primitive.name == "sorted_rows")
+    assert jnp.allclose(evaluate(program, *arguments())[0], evaluate(core, *arguments())[0])
+    rules = Rules()
+    rules.prepare([(equation, True)])
+    return equation, rules.rule(equation, differentiated=True)
+
+
+def split_dims(run: Callable[..., Any]) -> tuple[bool, bool, bool]:
+    """Whether tokens, experts and hidden dim of a mixture may be split."""
+    equation, rule = found(run)
+    shapes = {atom.aval.shape: dims for atom, dims in zip(equation.invars, rule.operands, strict=True)}
+    hidden = shapes[EXPERTS, WIDTH, HIDDEN][2][0]
+    assert rule.operands[[a.aval.shape for a in equation.invars].index((TOKENS, WIDTH))][0] == (0,)
+    return 0 in rule.splittable, GROUPS in rule.splittable, hidden in rule.splittable
+
+
+def brought_back(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+    order = jnp.argsort(ids.ravel())
+    counts = jax.nn.one_hot(ids, EXPERTS, dtype=jnp.int32).sum((0, 1))
+    hidden = jax.nn.relu(jax.lax.ragged_dot(jnp.take(x, order // K, axis=0), up, counts))
+    made = jnp.take(jax.lax.ragged_dot(hidden, down, counts), jnp.argsort(order), axis=0)
+    return jnp.sum(made.reshape(TOKENS, K, WIDTH) * weights[..., None], axis=1)
+
+
+def set_back(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+    order = jnp.argsort(ids.ravel())
+    counts = jnp.bincount(ids.ravel(), length=EXPERTS)
+    hidden = jax.nn.relu(jax.lax.ragged_dot(jnp.repeat(x, K, axis=0)[order], up, counts))
+    made = jnp.zeros((TOKENS * K, WIDTH)).at[order].set(jax.lax.ragged_dot(hidden, down, counts))
+    return jnp.einsum("tkd,tk->td", made.reshape(TOKENS, K, WIDTH), weights)
+
+
+WHOLE = {"added": mixture(), "brought back": brought_back, "not zero": mixture(middle=lambda h: jnp.tanh(h) + 1)}
+
+
+@pytest.mark.parametrize("run", WHOLE.values(), ids=WHOLE)
+def test_all_of_a_mixture_may_be_split(run: Callable[..., Any]) -> None:
+    assert split_dims(run) == (True, True, True)
+
+
+def test_the_sum_over_a_tokens_experts_is_part_of_it() -> None:
+    equation, _ = found(brought_back)
+    assert equation.outvars[0].aval.shape == (TOKENS, WIDTH)
+
+
+def test_rows_may_be_set_at_their_places() -> None:
+    equation, rule = found(set_back)
+    tokens, *_ = rule.results[0][0]
+    assert tokens == 0
+    assert 0 in rule.splittable
+    assert equation.outvars[0].aval.shape[-1] == WIDTH
+
+
+def test_a_bias_behind_the_last_product_keeps_sums_on_one_device() -> None:
+    assert split_dims(mixture(last=lambda y, order: y + 1.0)) == (True, False, False)
+
+
+def with_its_order(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+    order = jnp.argsort(ids.ravel())
+    counts = jnp.bincount(ids.ravel(), length=EXPERTS)
+    made = jax.lax.ragged_dot(jax.lax.ragged_dot(x[order // K], up, counts), down, counts)
+    return jnp.zeros_like(x).at[order // K].add(made), order
+
+
+def of_other_sizes(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+    order = jnp.argsort(ids.ravel())
+    counts = jnp.sum(weights > 0.5) + jnp.arange(EXPERTS)
+    made = jax.lax.ragged_dot(jax.lax.ragged_dot(x[order // K], up, counts), down, counts)
+    return jnp.zeros_like(x).at[order // K].add(made)
+
+
+REFUSED = {
+    "meets sorted rows with what is not sorted": mixture(last=lambda y, order: y * jnp.arange(TOKENS * K)[:, None]),
+    "leave the function": with_its_order,
+    "do not count": mixture(sizes=lambda ids: jnp.bincount(ids.ravel() // 2, length=EXPERTS)),
+    "something else": of_other_sizes,
+    "to other places": mixture(index=lambda order: order % TOKENS),
+    "takes some of the sorted rows": mixture(last=lambda y, order: y.at[:3].get().sum() + y),
+    "cumsum": mixture(last=lambda y, order: jnp.cumsum(y, axis=0)),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_depends_on_the_order_is_refused(why: str) -> None:
+    core = inline(jax.make_jaxpr(REFUSED[why])(*arguments()))
+    with pytest.warns(ReplicationWarning, match=f"the mixture at .*test_sorted_rows.*{re.escape(why)}"):
+        program, _ = with_sorted_rows(core, Boundaries())
+    assert program is core
+
+
+def test_sorts_that_are_no_mixtures_are_left_alone() -> None:
+    def run(x: Any) -> Any:
+        return x[jnp.argsort(x)] * jnp.arange(x.size)
+
+    core = inline(jax.make_jaxpr(run)(jnp.arange(8.0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReplicationWarning)
+        assert with_sorted_rows(core, Boundaries())[0] is core
+
+
+def test_mixtures_in_loops_and_checkpoints_are_found() -> None:
+    def run(x: Any, *rest: Any) -> Any:
+        layer = jax.checkpoint(lambda x, _: (x + mixture()(x, *rest), None))
+        return jax.lax.scan(layer, x, None, length=2)[0]
+
+    program, _ = with_sorted_rows(inline(jax.make_jaxpr(run)(*arguments())), Boundaries())
+    assert "sorted_rows" in str(program)
+    assert " sort[" in str(program)  # inside of it
+    assert jnp.allclose(evaluate(program, *arguments())[0], run(*arguments()), atol=1e-4)
