@@ -466,7 +466,7 @@ class StageEstimates:
                 sums=np.cumsum([(0.0,) * len(rows[0].sums), *(row.sums for row in rows)], axis=0),
                 each=np.array(each).T.copy(),
                 twice=shared.running_sums([row.inputs for row in rows]),
-                unwritten=shared.unwritten([row.sent for row in rows]),
+                unwritten=shared.unwritten([row.outputs for row in rows]),
             )
         return self._columns[key]
 

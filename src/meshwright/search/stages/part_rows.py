@@ -23,14 +23,14 @@ class PartRow:
       workspace: bytes while its backward pass runs, without `cotangents`.
       cotangents: bytes of the cotangents of what it receives.
       inputs: what of the sums a range has once however many parts read it (`AsPart.inputs`).
-      sent: seconds of writing each value that later parts read (`AsPart.sent_seconds`).
+      outputs: seconds of writing each output (`AsPart.output_seconds`).
     """
 
     sums: tuple[float, ...]
     workspace: float
     cotangents: float
     inputs: np.ndarray
-    sent: np.ndarray
+    outputs: np.ndarray
 
 
 # A part counts as what it takes at least. Where more than this is uncertain it is solved to the end; of a large part,
@@ -92,7 +92,7 @@ class PartRows:
             self._rows[key] = PartRow(
                 sums=(*(0.0,) * 6, least.constant, kept, 0.0), workspace=workspace, cotangents=0.0,
                 inputs=np.concatenate([np.zeros((len(inputs), 2)), inputs], axis=1),
-                sent=np.zeros(len(solver.cut(place.first, place.last).sent)),
+                outputs=np.zeros(len(solver.cut(place.first, place.last).outputs)),
             )  # fmt: skip
         return self._rows[key]
 
@@ -129,7 +129,7 @@ class PartRows:
             built = solver.problem(place, wish)
             for key, one in zip(asked, found, strict=True):
                 if one is None or one.choices is None:
-                    self._rows[*about, *key] = _no_part(len(built[2].inputs), len(built[2].sent))
+                    self._rows[*about, *key] = _no_part(len(built[2].inputs), len(built[2].outputs))
                     continue
                 self._rows[*about, *key] = part_row(built[0].as_part(one.choices), one.share)
         return self._rows[*about, number, in_flight]
@@ -138,10 +138,10 @@ class PartRows:
         return self._solver.number(place.first, place.last), place.kind, place.mesh, remat
 
 
-def _no_part(inputs: int, sent: int) -> PartRow:
-    """The row of a part that has no layout, by how many values it reads and sends."""
-    none = np.zeros(sent)
-    return PartRow(sums=(*(0.0,) * 8, 1.0), workspace=0.0, cotangents=0.0, inputs=np.zeros((inputs, 4)), sent=none)
+def _no_part(inputs: int, outputs: int) -> PartRow:
+    """The row of a part that has no layout, by how many inputs and outputs it has."""
+    none = np.zeros(outputs)
+    return PartRow(sums=(*(0.0,) * 8, 1.0), workspace=0.0, cotangents=0.0, inputs=np.zeros((inputs, 4)), outputs=none)
 
 
 def part_row(part: AsPart, share: float) -> PartRow:
@@ -161,5 +161,5 @@ def part_row(part: AsPart, share: float) -> PartRow:
         workspace=seconds.workspace_bytes - part.cotangent_bytes,
         cotangents=part.cotangent_bytes,
         inputs=part.inputs * (share, share, 1.0, 1.0),
-        sent=share * part.sent_seconds,
+        outputs=share * part.output_seconds,
     )

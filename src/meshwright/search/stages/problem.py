@@ -82,7 +82,7 @@ class AsPart:
       cotangent_bytes: of its workspace, the cotangents of what it receives.
       inputs: what each input of its graph takes, which a range has once however many parts read it: seconds for each
         microbatch, seconds once a step, bytes throughout, bytes for each microbatch in flight; `[inputs, 4]`.
-      sent_seconds: of writing each value that later parts read, beside computing it where it is read; `[sent]`.
+      output_seconds: of writing each output of its graph, beside computing it where it is read; `[outputs]`.
     """
 
     seconds: StageSeconds
@@ -90,7 +90,7 @@ class AsPart:
     fixed_seconds: float
     cotangent_bytes: float
     inputs: np.ndarray
-    sent_seconds: np.ndarray
+    output_seconds: np.ndarray
 
 
 class StageProblem(LimitedProblem):
@@ -134,7 +134,6 @@ class StageProblem(LimitedProblem):
         )  # fmt: skip
         self._as_part: dict[tuple[int, ...], AsPart] = {}
         self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
-        self._sent = cut.sent_values
         constant = {node for value, node in self.input_node.items() if value not in self._received}
         # In a longer range its moments may count less beside those of others, and what it received it has itself.
         self._least_workspace = AS_BAD * _least(self._workspace)
@@ -245,13 +244,13 @@ class StageProblem(LimitedProblem):
                 fixed_seconds=sum(one.fixed_seconds.item(choices[n]) for n, one in self.parameter_prices.items()),
                 cotangent_bytes=sum(size.item(choices[node]) for node, size in self._cotangents.items()),
                 inputs=np.array(inputs).reshape(-1, 4),
-                sent_seconds=np.array([self._writing_seconds(value, choices) for value in self._sent]),
+                output_seconds=np.array([self._writing_seconds(v, choices) for v in self.graph.outputs]),
             )
         return self._as_part[choices]
 
-    def _writing_seconds(self, value: int, choices: tuple[int, ...]) -> float:
+    def _writing_seconds(self, value: int | None, choices: tuple[int, ...]) -> float:
         """Seconds of writing a value, beside computing it where it is read."""
-        if value not in self._defines:
+        if value is None or value not in self._defines:
             return 0.0
         node, specs = self._defines[value]
         written = self.graph.values[value].bytes / self.prices.shards(specs).item(choices[node])

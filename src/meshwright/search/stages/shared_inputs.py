@@ -40,7 +40,7 @@ class SharedInputs:
         self._last = layer[parts] + 1
         # Layers from the owner's to the part's: mostly none or one, more for tied parameters and skip connections.
         self._distances, self._which = np.unique(layer[parts] - layer[owners], return_inverse=True)
-        self._unwritten = [np.array([self._is_unwritten(value) for value in cut.sent], dtype=float) for cut in cuts]
+        self._unwritten = [np.array([self._is_unwritten(cut, value) for value in cut.outputs], float) for cut in cuts]
 
     def running_sums(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
         """What owners have too, by distance from them and by layer: running sums, `[distance, layers + 1, column]`.
@@ -66,13 +66,13 @@ class SharedInputs:
             found += one[last] - one[np.minimum(first + distance, last)]  # of parts whose owner is in the range as well
         return found.T
 
-    def unwritten(self, sent: Sequence[np.ndarray]) -> np.ndarray:
+    def unwritten(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
         """Seconds of writing what the whole program computes where it is read: running sums over parts, `[parts + 1]`.
 
         Args:
-          sent: of each part the seconds of writing what it sends.
+          outputs: of each part the seconds of writing each output.
         """
-        each = [float(seconds @ unwritten) for seconds, unwritten in zip(sent, self._unwritten, strict=True)]
+        each = [float(seconds @ unwritten) for seconds, unwritten in zip(outputs, self._unwritten, strict=True)]
         return np.cumsum([0.0, *each])
 
     def _pairs(self, cuts: Sequence[Cut], remat: str, *, loosely: bool) -> Iterator[tuple[int, int, int]]:
@@ -92,9 +92,12 @@ class SharedInputs:
                 if loosely or is_had_again(graph, made, one_program=self._solver.alone, platform=self._solver.platform):
                     owners[value] = part
 
-    def _is_unwritten(self, value: int) -> bool:
-        """Whether the whole program computes a value where it is read."""
+    def _is_unwritten(self, cut: Cut, output: int | None) -> bool:
+        """Whether the whole program computes an output of a part where it is read."""
         graph, device = self._solver.program.graph, self._solver.submeshes.cluster.device
-        maker = graph.operators[graph.producer[value][0]]
-        stored = is_stored(graph, maker, joined=profile_of(device).joined)
-        return is_fusible(maker) and not maker.is_link and not stored
+        sent = [value for value, made in zip(cut.sent, cut.made, strict=True) if made == output]
+        makers = [graph.operators[graph.producer[value][0]] for value in sent]
+        joined = profile_of(device).joined
+        return bool(sent) and all(
+            is_fusible(maker) and not maker.is_link and not is_stored(graph, maker, joined=joined) for maker in makers
+        )
