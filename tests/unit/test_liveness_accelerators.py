@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 from meshwright._jax.ahead import has_cuda_compiler, has_tpu_compiler
-from meshwright._jax.dataflow import ACROSS_HOSTS, MEGACORE, WIDE, Kind, Operation, Program, Value
+from meshwright._jax.dataflow import MEGACORE, WIDE, Kind, Operation, Program, Value
 from meshwright._jax.liveness_adapter import dataflow_of
 from meshwright._jax.liveness_builder import _in_tiles
 from meshwright.api import plan_for, value_and_grad
@@ -136,10 +136,9 @@ def test_who_reads_a_donated_argument_runs_before_its_buffer_is_written(platform
     assert readers_first(both, Fusion(both).run())[1] == {0}
 
 
-def test_clusters_know_whose_compiler_orders_programs_on_all_of_their_devices() -> None:
+def test_devices_know_whose_compiler_orders_their_programs() -> None:
     names = ("dgx-h100:1", "dgx-h100:2", "dgx-a100-80:2", "tpu-v5e:16")
-    compilers = [load_cluster(name).compiler for name in names]
-    assert compilers == ["gpu", ACROSS_HOSTS, WIDE, "tpu"]
+    assert [load_cluster(name).device.compiler for name in names] == ["gpu", "gpu", WIDE, "tpu"]
 
 
 def test_tpus_keep_two_dims_in_tiles() -> None:

@@ -14,11 +14,8 @@ MEGACORE = "tpu megacore"
 """The platform of TPUs whose chips are two cores that run one program (v4, v5p)."""
 
 WIDE = "gpu float32"
-"""The platform of NVIDIA's GPUs before Hopper, which have no arithmetic in bfloat16."""
-
-ACROSS_HOSTS = "gpu across hosts"
-"""The platform of programs on several hosts of NVIDIA's GPUs since Hopper: XLA orders them so that what is sent between
-hosts runs beside compute, and not so that they need little memory."""
+"""The platform of NVIDIA's GPUs before Hopper, which have no arithmetic in bfloat16, and whose programs XLA orders for
+little memory; since then it orders them so that collectives run beside compute."""
 
 SUMS = frozenset(("psum", "psum2", "psum_invariant", "pmax", "pmin"))
 """Names of operations that reduce over devices and leave the result on all of them."""
@@ -106,7 +103,7 @@ class Program:
         it was donated or is carried by a loop.
       alike: a number for each value; values of one number are equal once barriers are forgotten. Kernels that compute
         such values from such values are merged. None where barriers hold, and equal operations are one already.
-      platform: whose compiler fuses and orders it: "cpu", "gpu", `WIDE`, `ACROSS_HOSTS`, "tpu" or `MEGACORE`.
+      platform: whose compiler fuses and orders it: "cpu", "gpu", `WIDE`, "tpu" or `MEGACORE`.
     """
 
     values: tuple[Value, ...]

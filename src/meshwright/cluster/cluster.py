@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .._jax.dataflow import ACROSS_HOSTS
 from .errors import ClusterError, check_count, check_number, check_text, check_type
 from .hardware import Device, Host, slowest_device
 from .logical_mesh import LogicalMesh, build_logical_mesh
@@ -139,13 +138,6 @@ class Cluster:
         """The device that every host holds; in a mixed cluster one that has the least of each, so what it can do all
         can."""
         return self._device
-
-    @property
-    def compiler(self) -> str:
-        """The platform of programs that run on all devices, as the memory model tells compilers apart: that of the
-        device, but where GPUs since Hopper are on several hosts."""
-        compiler = self.device.compiler
-        return ACROSS_HOSTS if compiler == "gpu" and len(self.hosts) > 1 else compiler
 
     def device_at(self, position: int) -> Device:
         """The device at a position in the cluster. Raises ClusterError if there is none."""

@@ -1,4 +1,4 @@
-"""The order that XLA's latency-hiding scheduler gives the kernels of a program on several hosts of GPUs.
+"""The order that XLA's latency-hiding scheduler gives the kernels of a program for GPUs since Hopper.
 
 XLA splits a collective into a start and a done and schedules a program from its end: of the steps whose readers are all
 scheduled it takes one after another, each in front of those before it (`xla/service/latency_hiding_scheduler.cc` and
@@ -17,7 +17,8 @@ order of importance it takes
 So gradients of weights, which only the end of a program needs, are made there, beside each other's sums, and what they
 are made of stays until then, rematerialised or not. Recomputation otherwise runs just before what reads it.
 
-Not modelled: what XLA prefers once more than half of the memory is in use. Steps are found in heaps, so that n kernels
+Not modelled: what XLA prefers once more than half of the memory is in use, and that collectives within a host take less
+than those of two hosts. Steps are found in heaps, so that n kernels
 with e edges take O((n + e) log n).
 """
 
@@ -35,10 +36,11 @@ from meshwright.memory.fusion import Kernel
 _BYTES_PER_SECOND = 3.35e12  # of its memory (compilers/gpu_targets.toml)
 _FLOPS_PER_SECOND = 989e12  # dense bfloat16, NVIDIA's data sheet
 _LAUNCH_SECONDS = 1e-6  # kKernelLaunchOverhead of gpu_performance_model_base.h
-# Of a host's eight NICs, of a collective's start and of a round trip: sol_gpu_cost_model.cc, times its factor of 0.45.
-_NETWORK_BYTES_PER_SECOND = 8 * 25e9
+# Of a ring over the 16 GPUs of two hosts, by sol_gpu_cost_model.cc: eight NICs of 25 GB/s a host carry 15/16 of an
+# array once a round, which takes 15/8 times a round trip and the preparation of a chunk, and as long again to start.
+_NETWORK_BYTES_PER_SECOND = 208e9
+_ROUND_SECONDS = 69e-6
 _COLLECTIVE_SECONDS = 45e-6
-_ROUND_TRIP_SECONDS = 31e-6
 
 
 def _sends(program: Program) -> bool:
@@ -269,4 +271,4 @@ def _seconds_in_flight(program: Program, kernel: Kernel) -> float:
     """What a collective over all devices takes by the speed of light of the hosts' network."""
     rounds = 2 if kernel.operation.name in SUMS else 1  # a sum is a reduce-scatter and an all-gather
     size = max(_bytes(program, tuple(kernel.uses)), _bytes(program, kernel.writes))
-    return _COLLECTIVE_SECONDS + rounds * (size / _NETWORK_BYTES_PER_SECOND + _ROUND_TRIP_SECONDS)
+    return _COLLECTIVE_SECONDS + rounds * (size / _NETWORK_BYTES_PER_SECOND + _ROUND_SECONDS)

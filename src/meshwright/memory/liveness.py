@@ -4,7 +4,7 @@ The compiler's own steps are modelled one by one, with no constant fitted to a p
 
 * `fusion` decides which values exist.
 * Kernels run in the order of the backend they are for (`kernel_order`): on the CPU each as soon as its operands exist,
-  elsewhere so that little memory is needed, or so that what is sent between hosts runs beside compute
+  elsewhere so that little memory is needed, and on GPUs since Hopper so that collectives run beside compute
   (`latency_hiding`, after `multi_output` has joined kernels).
 * A donated argument, or a loop's carry, hands its buffer to its output. If some kernel that reads the old value is not
   forced to run before the output is written, the old value is copied first.
@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright._jax.dataflow import ACROSS_HOSTS, Kind, Program
+from meshwright._jax.dataflow import Kind, Program
 from meshwright.memory.fusion import Fusion, Kernel
 from meshwright.memory.kernel_order import (
     breadth_first,
@@ -120,7 +120,7 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     """Bytes of temporaries at the worst moment, and which those are."""
     program = without_dead_code(program)
     program, kernels = without_equals(*without_views(program, Fusion(program).run()))
-    if program.platform == ACROSS_HOSTS:
+    if program.platform == "gpu":
         kernels = with_several_results(program, kernels)
     if program.platform == "cpu":
         copied = copied_arguments(program, kernels)
@@ -136,7 +136,7 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     orders = [order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first)]
     peaks = [_peak(program, order, inside) for order in orders]
     least = min(range(len(orders)), key=lambda at: peaks[at][0])
-    if program.platform == ACROSS_HOSTS:
+    if program.platform == "gpu":
         return _peak(program, latency_hiding(program, orders[least]), inside)
     return peaks[least]
 

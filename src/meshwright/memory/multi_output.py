@@ -71,7 +71,8 @@ class _Groups:
         self._extent = {kernel.position: _extent(program, kernel) for kernel in kernels}
         for kernel in reversed(kernels):
             for value in kernel.writes:
-                self._join_around(value, program.values[value].elements, kernel)
+                if elements := program.values[value].elements:
+                    self._join_around(value, elements, kernel)
 
     def _join_around(self, value: int, elements: int, maker: Kernel) -> None:
         """Joins the readers of a value to each other, and then to its maker."""

@@ -136,8 +136,7 @@ class Refinement:
             self._asked.tell("predicting memory")
             begun = time.perf_counter()
             # Of a cluster of several kinds the slowest device: stages on others count as its compiler would have it.
-            cluster = self._asked.cluster
-            platform = cluster.compiler if len(found.plan.stages) == 1 else cluster.device.compiler
+            platform = self._asked.cluster.device.compiler
             plan = written_out(found.plan, found.program, platform, counted=self._counted)
             self._writing_seconds = time.perf_counter() - begun
             if self._fits(plan, held_bytes(found.plan)):

@@ -1,4 +1,4 @@
-"""How programs of several hosts of GPUs since Hopper are ordered: XLA's latency-hiding scheduler, and the kernels of
+"""How programs of GPUs since Hopper are ordered: XLA's latency-hiding scheduler, and the kernels of
 several results that it finds."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright._jax.dataflow import ACROSS_HOSTS, Kind, Operation, Program, Use, Value
+from meshwright._jax.dataflow import WIDE, Kind, Operation, Program, Use, Value
 from meshwright.memory.fusion import Fusion, Kernel
 from meshwright.memory.kernel_order import depth_first
 from meshwright.memory.latency_hiding import latency_hiding
@@ -31,7 +31,7 @@ def program(operations: list[Operation], outputs: Sequence[int], sizes: dict[int
     values = (Value(size_bytes=bytes_of[value], elements=bytes_of[value] // 4, rank=2) for value in range(count))
     return Program(
         values=tuple(values),
-        operations=tuple(operations), arguments=(0,), outputs=tuple(outputs), platform=ACROSS_HOSTS,
+        operations=tuple(operations), arguments=(0,), outputs=tuple(outputs), platform="gpu",
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_a_loop_with_collectives_runs_beside_none() -> None:
 def test_programs_without_collectives_stay_in_the_order_for_little_memory() -> None:
     steps = [operation(K, (0,), 1), operation(K, (1,), 2), operation(K, (1,), 3), operation(K, (2, 3), 4)]
     one = program(steps, (4,), {1: LARGE, 2: LARGE})
-    assert predict(one) == predict(replace(one, platform="gpu"))
+    assert predict(one) == predict(replace(one, platform=WIDE))
 
 
 def test_what_gradients_of_weights_are_made_of_stays_until_they_are_made() -> None:
@@ -98,7 +98,7 @@ def test_what_gradients_of_weights_are_made_of_stays_until_they_are_made() -> No
             outputs.append(gradient + 2)
         last = cotangent
     one = program(steps, outputs, sizes)
-    assert predict(replace(one, platform="gpu")).temp_bytes < 2.5 * LARGE
+    assert predict(replace(one, platform=WIDE)).temp_bytes < 2.5 * LARGE
     assert predict(one).temp_bytes > 3.5 * LARGE
 
 
@@ -116,6 +116,9 @@ def test_arithmetic_that_reads_one_array_is_one_kernel() -> None:
         len(writes) == 1 or 7 not in writes for writes in kernels_of(program(needed, (2, 8), {1: LARGE, 7: LARGE}))
     )
     assert (2,) in kernels_of(program(steps, (4, 5), {1: LARGE, 2: SMALL}))
+    # Nor what reads an array of no elements.
+    empty = [made, operation(K, (1,), 2), operation(K, (1,), 3)]
+    assert kernels_of(program(empty, (2, 3), {1: 0})) == [(1,), (2,), (3,)]
 
 
 def test_arithmetic_and_what_sums_its_result_are_one_kernel() -> None:
