@@ -12,7 +12,8 @@ order of importance it takes
 * what has the longest chain of collectives before it;
 * while a collective is in flight, the kernel that takes most nearly as long as the collective still does;
 * what reads a collective's result; what makes most others ready;
-* what comes last in the order of the memory scheduler, which has run before.
+* what comes last in the order of the memory scheduler, which has run before: XLA takes the best of three. Here it is
+  the depth-first one: with the greedy one rematerialised programs are up to 14 % too low (docs/compilers.md).
 
 So gradients of weights, which only the end of a program needs, are made there, beside each other's sums, and what they
 are made of stays until then, rematerialised or not. Recomputation otherwise runs just before what reads it.
@@ -25,7 +26,7 @@ with e edges take O((n + e) log n).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 
@@ -46,6 +47,11 @@ _COLLECTIVE_SECONDS = 45e-6
 def _sends(program: Program) -> bool:
     """Whether any operation of a program, or of the programs inside it, is a collective."""
     return any(_is_collective(operation) or any(map(_sends, operation.bodies)) for operation in program.operations)
+
+
+def has_collectives(kernels: Iterable[Kernel]) -> bool:
+    """Whether any of a program's own kernels is a collective: XLA leaves the order of other programs as it is."""
+    return any(_is_collective(kernel.operation) for kernel in kernels)
 
 
 def _is_collective(operation: Operation) -> bool:
@@ -239,19 +245,16 @@ class _Scheduler:
 
 
 def latency_hiding(program: Program, order: Sequence[Kernel | int]) -> list[Kernel | int]:
-    """Copied arguments, then kernels as the latency-hiding scheduler orders them; a program without collectives of its
-    own stays as it is.
+    """Copied arguments, then kernels as the latency-hiding scheduler orders them.
 
     A collective stands where it starts, and once more, writing nothing, where it has to be done.
 
     Args:
       program: theirs.
-      order: the memory scheduler's, which decides where nothing else does.
+      order: which decides where nothing else does.
     """
     copies = [step for step in order if isinstance(step, int)]
     kernels = [step for step in order if not isinstance(step, int)]
-    if not any(_is_collective(kernel.operation) for kernel in kernels):
-        return [*order]
     return [*copies, *_Scheduler(program, kernels).order()]
 
 

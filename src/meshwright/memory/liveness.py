@@ -37,7 +37,7 @@ from meshwright.memory.kernel_order import (
     without_equals,
     without_views,
 )
-from meshwright.memory.latency_hiding import latency_hiding
+from meshwright.memory.latency_hiding import has_collectives, latency_hiding
 from meshwright.memory.multi_output import with_several_results
 
 
@@ -133,12 +133,10 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     }
     if program.platform == "cpu":
         return _peak(program, breadth_first(program, kernels, copied), inside)
-    orders = [order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first)]
-    peaks = [_peak(program, order, inside) for order in orders]
-    least = min(range(len(orders)), key=lambda at: peaks[at][0])
-    if program.platform == "gpu":
-        return _peak(program, latency_hiding(program, orders[least]), inside)
-    return peaks[least]
+    if program.platform == "gpu" and has_collectives(kernels):
+        return _peak(program, latency_hiding(program, depth_first(program, kernels, copied)), inside)
+    orders = (order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first))
+    return min((_peak(program, order, inside) for order in orders), key=lambda found: found[0])
 
 
 def _peak(program: Program, order: list[Kernel | int], inside: Mapping[int, int]) -> tuple[int, tuple[LiveBuffer, ...]]:
