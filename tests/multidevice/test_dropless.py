@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas.ops.tpu.megablox import gmm
 from one_device import assert_equal_trees, copy
 
 import meshwright as mw
@@ -50,6 +52,15 @@ def unsorted(p: Any, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Ar
     hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, p["up"], sizes))
     made = jnp.take(jax.lax.ragged_dot(hidden, p["down"], sizes), jnp.argsort(order), axis=0)
     return jnp.einsum("tkd,tk->td", made.reshape(tokens, k, width), weights)
+
+
+def by_kernel(p: Any, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+    """With JAX's Pallas kernel for TPUs."""
+    k, order = ids.shape[1], jnp.argsort(ids.ravel())
+    sizes = jnp.bincount(ids.ravel(), length=EXPERTS)
+    product = partial(gmm, group_sizes=sizes, preferred_element_type=x.dtype, tiling=(16, 16, 16), interpret=True)
+    made = product(jax.nn.silu(product(x[order // k], p["up"])), p["down"])
+    return jnp.zeros_like(x).at[order // k].add(made * weights.ravel()[order][:, None])
 
 
 def step_of(router: Callable[..., Any], experts: Callable[..., Any], k: int) -> Callable[..., Any]:
@@ -95,7 +106,7 @@ MIXTURES = {
 
 
 def factors_of(step: Callable[..., Any], args: Any) -> tuple[dict[str, int], int]:
-    """Which factors of the mixture's operator are tokens, experts and hidden dim, and how many it has."""
+    """Which factors of the mixture's operator are tokens, experts and hidden dim, and how many there are."""
     graph = trace_program(step, args).graph
     (operator,) = (one for one in graph.operators if one.name == "sorted_rows")
     shapes = {graph.values[v].shape: dims for v, dims in zip(operator.operands, operator.rule.operands, strict=True)}
@@ -120,6 +131,21 @@ def test_split_mixtures_are_exact(mixture: str) -> None:
         operators = tuple(replace(one, axes=axes) if one.name == "sorted_rows" else one for one in stage.operators)
         plan = replace(found, stages=(replace(stage, operators=operators),))
         assert_equal_trees(mw.parallelize(step, plan=plan)(copy(state), x), made)
+
+
+def test_products_of_groups_by_a_kernel_are_exact() -> None:
+    """Tokens and experts split, forward and backward; blocks of rows are whole tiles."""
+    step, (state, x) = step_of(softmax_router, by_kernel, 2), small()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReplicationWarning)
+        found = mw.plan_for(step, (state, x), cluster="local", mesh={"x": 2, "y": 4}, stages=1).plan
+    (stage,) = found.stages
+    operators = tuple(
+        replace(one, axes=(("x",), ("y",), *one.axes[2:])) if one.name == "sorted_rows" else one
+        for one in stage.operators
+    )
+    plan = replace(found, stages=(replace(stage, operators=operators),))
+    assert_equal_trees(mw.parallelize(step, plan=plan)(copy(state), x), jax.jit(step)(state, x))
 
 
 def test_microbatches_are_those_of_the_whole_batch() -> None:

@@ -1,7 +1,8 @@
 """Products of groups of rows (`jax.lax.ragged_dot_general`) as operators: their rule, and their evaluation on blocks.
 
 The rows of the left operand lie in groups one after the other, `group_sizes` of them in each, and each group has a
-matrix of its own on the right: the experts of a mixture without dropped tokens. The gradient of the matrices is the
+matrix of its own on the right: the experts of a mixture without dropped tokens. (`megablox.gmm` is such a product too:
+`_jax.megablox`.) The gradient of the matrices is the
 other form, a sum over the rows of each group. Three kinds of dims may be split:
 
 * rows: a block of rows has its share of every group;
@@ -15,12 +16,14 @@ The price of split groups is that of equally many rows for each device: of a rou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from .._jax.jaxpr import Equation, bind
+from .._jax.megablox import tile_rows
 from .factors import Composer, Rule
 from .split import Split
 
@@ -65,7 +68,15 @@ def ragged_rule(equation: Equation) -> tuple[Rule, str]:
         for dim in (*left, groups):
             composer.mark(dim, "whole")
     rule = composer.rule([[left[rows], groups], left, right, sizes], [result])  # `GROUPS` is the second factor
-    return Rule(rule.operands[1:], rule.results, rule.factors), why
+    return in_tiles(Rule(rule.operands[1:], rule.results, rule.factors), tile_rows(equation)), why
+
+
+def in_tiles(rule: Rule, rows: int) -> Rule:
+    """The same rule with blocks of its first factor that are a multiple of so many elements."""
+    if rows == 1:
+        return rule
+    first, *others = rule.factors
+    return Rule(rule.operands, rule.results, (replace(first, granule=rows), *others))
 
 
 def evaluate_ragged(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:

@@ -47,6 +47,7 @@ from .._jax.jaxpr import (
     open_jaxpr,
     source_line,
 )
+from .._jax.megablox import as_ragged_dot
 from .._jax.sorted_rows import SortedRows, one_equation, program_of
 from .order import Refused, followed
 from .rules import ReplicationWarning
@@ -108,7 +109,10 @@ def _with(jaxpr: Jaxpr, equations: Sequence[Equation]) -> Jaxpr:
 
 
 def _inside(equation: Equation) -> Equation:
-    """An equation of a loop or a rematerialised region, with the mixtures in its body replaced."""
+    """An equation of a loop or a rematerialised region, with the mixtures in its body replaced; of kernels that are
+    products of groups, the product."""
+    if equation.primitive.name == "custom_vjp_call":
+        return as_ragged_dot(equation)
     if equation.primitive.name != "scan" and not is_remat(equation):
         return equation
     body = equation.params["jaxpr"]

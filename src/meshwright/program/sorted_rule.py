@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import gcd, lcm
 from typing import Any
 
 from jax import lax
 
 from .._jax.jaxpr import Equation, bind, is_literal, open_jaxpr
+from .._jax.megablox import tile_rows
 from .._jax.sorted_rows import SortedRows
 from .factors import Composer, Rule
-from .ragged import evaluate_ragged, is_ragged
+from .ragged import evaluate_ragged, in_tiles, is_ragged
 from .split import Split
 
 
@@ -99,8 +101,12 @@ def _composed(rows: SortedRows, rule_of: Callable[[Equation], Rule]) -> _Compose
     free = outside.intersection(everywhere.splittable)
     rule = everywhere.with_whole([f for f in range(len(everywhere.factors)) if f not in free])
     made_of = iter(dim for (dim,) in everywhere.operands[1 + len(operands) + len(made) :])
+    # Rows are tokens times what each of them has.
+    extent = body.eqns[first].invars[0].aval.shape[0]
+    count = extent // max(rule.factors[0].size, 1)
+    tile = lcm(*(tile_rows(one) // gcd(tile_rows(one), count) for one in body.eqns if is_ragged(one)))
     return _Composed(
-        rule=Rule(given, rule.results, rule.factors),
+        rule=in_tiles(Rule(given, rule.results, rule.factors), tile),
         inner=tuple((one, tuple(next(made_of) for _ in atoms)) for one, atoms in inner),
     )
 
