@@ -156,6 +156,25 @@ def test_microbatches_are_those_of_the_whole_batch() -> None:
     assert_equal_trees(parallel(copy(state), x), made)
 
 
+def test_mixtures_in_layers_of_several_stages_are_exact() -> None:
+    """Layers in a loop, rematerialised, in two stages: each stage and microbatch sorts tokens of its own."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        @jax.checkpoint
+        def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+            tokens = 0.1 * x.reshape(-1, WIDTH)
+            return x + scattered(p, tokens, *softmax_router(tokens @ p["router"], 2)).reshape(x.shape), None
+
+        value, grads = mw.value_and_grad(lambda p: jnp.mean(jnp.square(jax.lax.scan(layer, x, p)[0])))(state)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, state, grads), value
+
+    state, x = small()
+    state = {name: jnp.stack([leaf, leaf[::-1]]) for name, leaf in state.items() if name not in ("in", "out")}
+    made = jax.jit(step)(state, x)
+    parallel = mw.parallelize(step, cluster="local", stages=2, microbatches=2)
+    assert_equal_trees(parallel(copy(state), x), made)
+
+
 def test_a_mixture_that_depends_on_the_order_runs_whole() -> None:
     def by_rank(p: Any, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
         """Rows are scaled by where they come in the order."""
