@@ -18,6 +18,8 @@ import meshwright as mw
 from meshwright.program.rules import ReplicationWarning
 from meshwright.program.trace import trace_program
 from meshwright.report.strategy import axis_roles
+from meshwright.targets import step_target
+from meshwright.verify import verify
 
 EXPERTS, WIDTH, HIDDEN = 8, 16, 32
 
@@ -154,6 +156,16 @@ def test_microbatches_are_those_of_the_whole_batch() -> None:
     made = jax.jit(step)(state, x)
     parallel = mw.parallelize(step, cluster="local", mesh={"x": 2, "y": 4}, stages=1, microbatches=2)
     assert_equal_trees(parallel(copy(state), x), made)
+
+
+def test_a_mixture_verifies() -> None:
+    """Collectives and memory are those of the compiled program, and numbers those of one device."""
+    keys = iter(jax.random.split(jax.random.key(0), 7))
+    state = {name: 0.1 * jax.random.normal(next(keys), shape) for name, shape in shapes(256, 512).items()}
+    x = jax.random.normal(next(keys), (16, 256, 256))
+    target = step_target(step_of(softmax_router, scattered, 2), (state, x), name="mixture")
+    found = verify(target, steps=1, timed_steps=0)
+    assert found.passed, [one for one in found.checks if not one.passed]
 
 
 def test_mixtures_in_layers_of_several_stages_are_exact() -> None:

@@ -19,6 +19,7 @@ from meshwright._jax.dataflow import Kind, Program
 from meshwright._jax.jaxpr import is_dropped, is_literal, open_jaxpr, scan_parts, source_line
 from meshwright._jax.liveness_builder import Builder
 from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_collective
+from meshwright._jax.ragged_on_cpu import products_of_all_groups
 
 _PLAIN = (bool, int, str, type(None))  # parameters that are compared as they are
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -180,6 +181,8 @@ class _Reader(Builder):
                 for branch in params["branches"]
             )
             return self.emit(Kind.BRANCH, name, operands, avals, bodies=bodies)
+        if name == "ragged_dot_general" and self.platform == "cpu":
+            return self._inline(products_of_all_groups(equation), operands)
         if (body := self._called(equation)) is not None:
             if params.get("differentiated") and params.get("prevent_cse"):
                 operands = self.barrier(operands)  # the start of a recomputation

@@ -25,6 +25,7 @@ from .._jax.hlo_schedule import Schedule, in_turn, read_schedule
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..plan import Plan, Stage
+from ..program.graph import GROUPED
 from ..runtime.executable import Executable
 from ..runtime.pipeline.compiled_stages import memory_of, moved_bytes, programs_of
 from ..runtime.pipeline.step import PipelinedStep
@@ -56,7 +57,8 @@ class StageFacts:
     Args:
       predicted: collectives by kind, as the plan counts them.
       compiled: collectives by kind in the compiled programs.
-      flops: predicted and compiled; the predicted ones are None in a plan that does not say them.
+      flops: predicted and compiled; the predicted ones are None in a plan that does not say them, or where compilers
+        count others (products of groups of rows).
       peak_bytes: predicted and compiled, of a device with all its stages.
       limit_bytes: what a device may use.
       unknown_loops: how many loops the compiled programs have whose length depends on data; they count once.
@@ -216,7 +218,7 @@ def _one_stage(step: PlannedStep, plan: Plan, cluster: Cluster | None) -> StageF
     facts, (stage,) = found.facts, plan.stages
     return StageFacts(
         predicted=_predicted_traffic(plan, 0), compiled=compiled_traffic([(facts, 1)] if facts else []),
-        flops=(stage.flops, facts.flops if facts else nan),
+        flops=(_comparable_flops(stage), facts.flops if facts else nan),
         peak_bytes=(stage.memory.total, float(facts.peak_bytes) if facts else inf),
         limit_bytes=_limit_bytes(stage, cluster),
         unknown_loops=facts.unknown_loops if facts else 0,
@@ -245,7 +247,10 @@ def _stages(step: PipelinedStep, plan: Plan, cluster: Cluster | None) -> tuple[S
         StageFacts(
             predicted=_predicted_traffic(plan, number),
             compiled=compiled_traffic((facts, one.runs) for one, facts in known[number]),
-            flops=(stage.flops, sum(one.runs * facts.flops for one, facts in known[number]) if whole[number] else nan),
+            flops=(
+                _comparable_flops(stage),
+                sum(one.runs * facts.flops for one, facts in known[number]) if whole[number] else nan,
+            ),
             peak_bytes=(predicted[number], peaks[number]),
             limit_bytes=_limit_bytes(stage, cluster),
             unknown_loops=sum(facts.unknown_loops for _, facts in known[number]),
@@ -254,6 +259,12 @@ def _stages(step: PipelinedStep, plan: Plan, cluster: Cluster | None) -> tuple[S
         )
         for number, stage in enumerate(plan.stages)
     )
+
+
+def _comparable_flops(stage: Stage) -> float | None:
+    """The FLOPs of a stage; None of one with products of groups of rows: where a compiler has no kernel for these, all
+    rows are multiplied by the matrices of all groups, and counted so."""
+    return None if any(one.name in GROUPED for one in stage.operators) else stage.flops
 
 
 def _limit_bytes(stage: Stage, cluster: Cluster | None) -> float:
