@@ -46,13 +46,15 @@ def scattered(p: Any, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.A
 
 
 def unsorted(p: Any, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
-    """Results are brought back into the order of the tokens, and summed there (as MaxText does)."""
+    """Results are brought back into the order of the tokens, and summed there (as MaxText does); with biases."""
     (tokens, k), width = ids.shape, x.shape[1]
     order = jnp.argsort(jnp.ravel(ids))
     sizes = jnp.sum(jax.nn.one_hot(jnp.ravel(ids), EXPERTS, dtype=jnp.int32), axis=0)
     rows = jnp.take(x, order // k, axis=0)
-    hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, p["up"], sizes))
-    made = jnp.take(jax.lax.ragged_dot(hidden, p["down"], sizes), jnp.argsort(order), axis=0)
+    expert = jnp.ravel(ids)[order]
+    hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, p["up"], sizes) + p["up bias"][expert])
+    made = jax.lax.ragged_dot(hidden, p["down"], sizes) + p["down bias"][expert]
+    made = jnp.take(made, jnp.argsort(order), axis=0)
     return jnp.einsum("tkd,tk->td", made.reshape(tokens, k, width), weights)
 
 
@@ -84,11 +86,12 @@ def shapes(width: int, hidden: int, experts: int = EXPERTS) -> dict[str, tuple[i
     return {
         "in": (width, width), "router": (width, experts), "up": (experts, width, hidden),
         "gated": (experts, width, hidden), "down": (experts, hidden, width), "out": (width, width),
+        "up bias": (experts, hidden), "down bias": (experts, width),
     }  # fmt: skip
 
 
 def small() -> tuple[Any, jax.Array]:
-    keys = iter(jax.random.split(jax.random.key(0), 7))
+    keys = iter(jax.random.split(jax.random.key(0), 9))
     state = {name: 0.3 * jax.random.normal(next(keys), shape) for name, shape in shapes(WIDTH, HIDDEN).items()}
     return state, jax.random.normal(next(keys), (8, 16, WIDTH))
 
@@ -160,7 +163,7 @@ def test_microbatches_are_those_of_the_whole_batch() -> None:
 
 def test_a_mixture_verifies() -> None:
     """Collectives and memory are those of the compiled program, and numbers those of one device."""
-    keys = iter(jax.random.split(jax.random.key(0), 7))
+    keys = iter(jax.random.split(jax.random.key(0), 9))
     state = {name: 0.1 * jax.random.normal(next(keys), shape) for name, shape in shapes(256, 512).items()}
     x = jax.random.normal(next(keys), (16, 256, 256))
     target = step_target(step_of(softmax_router, scattered, 2), (state, x), name="mixture")

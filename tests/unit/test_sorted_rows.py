@@ -106,8 +106,17 @@ def test_rows_may_be_set_at_their_places() -> None:
     assert equation.outvars[0].aval.shape[-1] == WIDTH
 
 
-def test_a_bias_behind_the_last_product_keeps_sums_on_one_device() -> None:
-    assert split_dims(mixture(last=lambda y, order: y + 1.0)) == (True, False, False)
+def test_a_bias_behind_the_last_product_is_added_once() -> None:
+    run = mixture(last=lambda y, order: y + 1.0)
+    assert split_dims(run) == (True, True, True)
+    equation, _ = found(run)
+    ((position, operand),) = equation.params["rows"].once
+    assert open_jaxpr(equation.params["rows"].program).eqns[position].primitive.name == "add"
+    assert operand == 1
+
+
+def test_what_is_not_linear_behind_the_last_product_keeps_sums_on_one_device() -> None:
+    assert split_dims(mixture(last=lambda y, order: jnp.tanh(y))) == (True, False, False)
 
 
 def with_its_order(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:

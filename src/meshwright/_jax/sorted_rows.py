@@ -29,6 +29,7 @@ class SortedRows:
         dim of the operand, and the dim of the indices, that is the rows.
       counts: positions of equations that count the rows of each group.
       sums: positions of equations whose sums may be left to whoever reads the result, in which it is linear.
+      once: operands that only one of the devices that share a sum adds: positions of equation and operand.
       groups: whether the groups may be split.
     """
 
@@ -37,11 +38,19 @@ class SortedRows:
     own: Mapping[int, tuple[int, int]]
     counts: frozenset[int]
     sums: frozenset[int]
+    once: frozenset[tuple[int, int]]
     groups: bool
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
-        known = sorted(self.sorts), sorted(self.own.items()), sorted(self.counts), sorted(self.sums), self.groups
+        known = (
+            sorted(self.sorts),
+            sorted(self.own.items()),
+            sorted(self.counts),
+            sorted(self.sums),
+            sorted(self.once),
+            self.groups,
+        )
         object.__setattr__(self, "key", f"{self.program}{known}")
 
     def __repr__(self) -> str:

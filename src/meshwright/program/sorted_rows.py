@@ -204,12 +204,12 @@ def _run_of(jaxpr: Jaxpr, sort: int) -> _Run | None:
     if early.intersection(results):
         raise Refused("something is made of its results before all of them are there")
     at = {n: position for position, n in enumerate(order)}
-    sums, groups = linear_equations(body, results, walk.rows)
+    sums = linear_equations(body, results, walk.rows)
     kept = [var for n in walk.kept for var in equations[n].outvars if var not in results]
     rows = SortedRows(
         program=program_of(jaxpr, body, read, [*results, *kept]), sorts=frozenset(at[n] for n in (sort, *walk.sorts)),
-        own={at[n]: dims for n, dims in walk.own.items()}, counts=frozenset(at[n] for n in counts), sums=sums,
-        groups=groups,
+        own={at[n]: dims for n, dims in walk.own.items()}, counts=frozenset(at[n] for n in counts), sums=sums.equations,
+        once=sums.once, groups=sums.groups,
     )  # fmt: skip
     return _Run(jaxpr=jaxpr, inside=sorted(inside), copied=copied, rows=rows)
 

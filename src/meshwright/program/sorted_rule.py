@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from .._jax.jaxpr import Equation, bind, is_literal, open_jaxpr
@@ -145,6 +146,11 @@ def evaluate_sorted(equation: Equation, split: Split, operands: Sequence[Any], o
     env: dict[Any, Any] = dict(zip(body.invars, operands, strict=True))
     for position, (inner, (rule, made_of)) in enumerate(zip(body.eqns, _COMPOSED[rows.key].inner, strict=True)):
         given = [a.val if is_literal(a) else env[a] for a in inner.invars]
+        if shared := split.reduced_axes():
+            given = [
+                jnp.where(lax.axis_index(shared) == 0, x, jnp.zeros_like(x)) if (position, i) in rows.once else x
+                for i, x in enumerate(given)
+            ]
         axes = tuple(next((split.axes[f] for f in those if split.axes[f]), ()) for those in made_of)
         own = Split(rule, axes, split.sizes)
         if position in rows.sorts:

@@ -8,7 +8,7 @@ to the result has to be linear. The same holds for sums over a dim of a product,
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._jax.jaxpr import Equation, is_literal
 from .ragged import is_ragged
@@ -19,11 +19,28 @@ _LINEAR = frozenset(
     stop_gradient""".split()  # noqa: SIM905 (a table)
 )
 
+_ADDITIONS = ("add", "sub", "add_any")
+
+
+class Sums(NamedTuple):
+    """What was found.
+
+    Args:
+      equations: positions of those whose sums may be left.
+      once: of additions behind the last product the operands that no product is behind (a bias), which one device adds:
+        positions of equation and operand.
+      groups: whether the groups may be split.
+    """
+
+    equations: frozenset[int]
+    once: frozenset[tuple[int, int]]
+    groups: bool
+
 
 def linear_equations(
     equations: Sequence[Equation], results: Sequence[Any], rows: Set[Any]
-) -> tuple[frozenset[int], bool]:  # fmt: skip
-    """Positions of equations in whose results all that follows is linear, and whether groups may be split.
+) -> Sums:  # fmt: skip
+    """Which sums may be left, as far as all that follows is linear.
 
     Args:
       equations: of sorted rows, in order.
@@ -37,7 +54,14 @@ def linear_equations(
                 users.setdefault(atom, []).append(position)
     made_by = {var: n for n, equation in enumerate(equations) for var in equation.outvars}
     if len(results) != 1:  # a result that is no sum would be one
-        return frozenset(), False
+        return Sums(frozenset(), frozenset(), groups=False)
+    products = [e for e in equations if is_ragged(e)]
+    behind = {var for e in products for var in _behind(equations, users, e.outvars[0])}
+    feeding = {n for n, e in enumerate(equations) if any(_feeds_product(equations, users, var) for var in e.outvars)}
+    once = {
+        n for n, e in enumerate(equations)
+        if n not in feeding and e.primitive.name in _ADDITIONS and len({_is_in(a, behind) for a in e.invars}) == 2
+    }  # fmt: skip
 
     def reaches(var: Any, *, in_groups: bool) -> bool:
         """Whether all that is made of a value is linear in it, and it is the result alone that leaves; with
@@ -57,14 +81,18 @@ def linear_equations(
         if in_groups and results[0] not in follow:
             return follow <= rows
         alike = (n for n in seen if not (in_groups and is_ragged(equations[n])))
-        return all(_is_linear(equations, made_by, equations[n], follow) for n in alike)
+        return all(n in once or _is_linear(equations, made_by, equations[n], follow) for n in alike)
 
-    sums = {n for n, e in enumerate(equations) if all(reaches(var, in_groups=False) for var in e.outvars)}
-    products = [e for e in equations if is_ragged(e)]
+    # What no product is behind is the same on all devices.
+    after = [n for n, e in enumerate(equations) if is_ragged(e) or any(_is_in(a, behind) for a in e.invars)]
+    sums = {n for n in after if all(reaches(var, in_groups=False) for var in equations[n].outvars)}
     groups = all(reaches(e.outvars[0], in_groups=True) for e in products)
-    # A result that no product is behind would be counted by every device.
-    last = {var for e in products for var in _behind(equations, users, e.outvars[0])}
-    return frozenset(sums), groups and results[0] in last
+    added = {(n, i) for n in once for i, a in enumerate(equations[n].invars) if not _is_in(a, behind)}
+    return Sums(frozenset(sums), frozenset(added), groups=groups and results[0] in behind)
+
+
+def _is_in(atom: Any, among: Set[Any]) -> bool:
+    return not is_literal(atom) and atom in among
 
 
 def _behind(equations: Sequence[Equation], users: dict[Any, list[int]], var: Any) -> set[Any]:
@@ -77,6 +105,10 @@ def _behind(equations: Sequence[Equation], users: dict[Any, list[int]], var: Any
     return found
 
 
+def _feeds_product(equations: Sequence[Equation], users: dict[Any, list[int]], var: Any) -> bool:
+    return any(is_ragged(equations[n]) for one in _behind(equations, users, var) for n in users.get(one, ()))
+
+
 def _is_linear(equations: Sequence[Equation], made_by: dict[Any, int], equation: Equation, follow: set[Any]) -> bool:
     """Whether an equation is linear in those of its operands that are followed, together."""
     name = equation.primitive.name
@@ -87,7 +119,7 @@ def _is_linear(equations: Sequence[Equation], made_by: dict[Any, int], equation:
         return sum(moving) == 1
     if name == "div":
         return moving == [True, False]
-    if name in ("add", "sub", "add_any", "concatenate"):
+    if name in (*_ADDITIONS, "concatenate"):
         return all(moving)
     if name == "gather":
         return moving == [True, False]
