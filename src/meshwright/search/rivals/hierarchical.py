@@ -73,9 +73,12 @@ def _one_stage(space: Space, faster_than_seconds: float, seconds: float) -> Sear
 
 
 def _several_stages(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:
+    # One stage has a part of its own, by the costs of one program: what fits as a pipeline of one stage may not there.
+    counts = space.stages.stage_counts
     request = replace(
-        space.request, schedules=space.schedules, time_limit_seconds=seconds, faster_than_seconds=faster_than_seconds
-    )
+        space.request, schedules=space.schedules, time_limit_seconds=seconds, faster_than_seconds=faster_than_seconds,
+        several=counts is None or 1 in counts,
+    )  # fmt: skip
     return StageSearch(request).run(space.stages.reserve)
 
 
