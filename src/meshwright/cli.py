@@ -36,17 +36,19 @@ _Target = Annotated[
     typer.Argument(metavar="TARGET", help="A model of `meshwright models`, or file.py:function for (step, arguments)."),
 ]
 _GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples a step; the target's own by default.")]
-_Sequence = Annotated[int | None, typer.Option(min=1, help="Positions of a sample of a reference model.")]
+_Sequence = Annotated[int | None, typer.Option(min=1, help="Positions a sample of a reference model; else its own.")]
 _Attention = Annotated[
     str | None,
-    typer.Option(metavar="plain|fused", help="A reference model's attention: scores in memory, or a kernel if it can."),
+    typer.Option(
+        metavar="plain|fused", help="A reference model's attention; fused by default if devices have a kernel."
+    ),
 ]
-_Microbatches = Annotated[int | None, typer.Option(help="Parts the batch is cut into; else as is fastest.")]
+_Microbatches = Annotated[int | None, typer.Option(help="Parts the batch is cut into; else the fastest number.")]
 _Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use: 16e9, 16GB, 15GiB.")]
 _Mesh = Annotated[str | None, typer.Option(help="Logical mesh: 2,4 or data=2,model=4; else the best of all.")]
 _Zero = Annotated[int | None, typer.Option(help="ZeRO stage of every parameter, 0 to 3; else the best for each.")]
-_Remat = Annotated[str | None, typer.Option(help="none or layer; else the better.")]
-_Reduction = Annotated[str | None, typer.Option(help="How losses of microbatches combine, mean or sum; else seen.")]
+_Remat = Annotated[str | None, typer.Option(help="none or layer; else the faster that fits.")]
+_Reduction = Annotated[str | None, typer.Option(help="How microbatches' losses combine, mean or sum; else as read.")]
 _Schedule = Annotated[str | None, typer.Option(help="Of several stages, as in docs/schedules.md; else the best.")]
 _Preset = Annotated[str | None, typer.Option(metavar="NAME", help='Hold the plan to a preset: "megatron(tp=8, pp=2)".')]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -113,7 +115,7 @@ def plan(
         str | None, typer.Option(metavar="measure|compile", help="Run or compile the best few, keep the fastest.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Compile the plan for these machines, which need not be here: it fits.")
+        bool, typer.Option("--check", help="Have the plan compiled for the cluster, with none of its devices here.")
     ] = False,
     method: Annotated[
         str | None, typer.Option(metavar="NAME", help="Search by a method of the literature (docs/searches.md).")

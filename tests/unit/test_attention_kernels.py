@@ -164,3 +164,23 @@ def test_reference_models_are_fused_where_devices_have_a_kernel(name: str, clust
     target = load_target(name, global_batch=8, attention=None, cluster=cluster)
     equations = str(jax.make_jaxpr(target.step)(*target.example_args))
     assert (" attention[" in equations) == fused
+
+
+X = jnp.ones((1, 4, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: mw.attention(X[:0], X[:0], X[:0]), "at least one of everything"),
+        (lambda: mw.attention(X.astype(jnp.int32), X, X), "floating type"),
+        (lambda: mw.attention(X, X, X, causal=True, window=2.5), "the window of attention"),  # pyrefly: ignore
+        (lambda: jax.jit(lambda s: mw.attention(X, X, X, scale=s))(0.5), "scale=1.0"),
+        (lambda: jax.jvp(lambda x: mw.attention(x, x, x), (X,), (X,)), "a derivative of attention"),
+        (lambda: jax.hessian(lambda x: jnp.sum(mw.attention(x, x, x)))(X), "a derivative of attention"),
+    ],
+    ids=["empty", "integers", "window", "scale", "forward mode", "twice"],
+)
+def test_what_attention_refuses(call: Any, said: str) -> None:
+    with pytest.raises(mw.PlanError, match=said):
+        call()

@@ -150,7 +150,7 @@ def attention(
       What each query mixes of the values, of the shape of the queries with the size of the values, in their type.
 
     Raises:
-      PlanError: for shapes that do not suit each other.
+      PlanError: for shapes that do not suit each other; and when it is differentiated in forward mode or twice.
     """
     wanted = _shape_error(query, key, value, sinks)
     if wanted:
@@ -159,11 +159,16 @@ def attention(
             refused="attention", got=f"arrays of {shown}", needed=wanted, where="meshwright.attention",
             try_="query (batch, positions, heads, size), key and value (batch, positions, key heads, size)",
         )  # fmt: skip
-    if window is not None and (not causal or window < 1):
+    if window is not None and (not causal or not isinstance(window, int) or window < 1):
         raise PlanError(
             refused="the window of attention", got=f"window={window!r} with causal={causal}",
             needed="a number of positions with causal=True", where="meshwright.attention(window=)",
             try_="causal=True, window=1024",
+        )  # fmt: skip
+    if isinstance(scale, jax.core.Tracer):
+        raise PlanError(
+            refused="the scale of attention", got="a traced value", needed="a number",
+            where="meshwright.attention(scale=)", try_="multiply the queries by it, with scale=1.0",
         )  # fmt: skip
     key_heads, size = key.shape[2:]
     grouped = query.reshape(*query.shape[:2], key_heads, -1, size)
@@ -181,6 +186,10 @@ def _shape_error(query: Any, key: Any, value: Any, sinks: Any) -> str:
         return "queries of four or five dims, keys and values of four"
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
         return "one batch, one size of queries and keys, as many keys as values"
+    if not all((*query.shape, *key.shape, *value.shape)):
+        return "at least one of everything"
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        return f"queries of a floating type, not {query.dtype}"
     heads = query.shape[2:-1]
     if heads[0] % key.shape[2] if len(heads) == 1 else heads[0] != key.shape[2]:
         return "heads that are a multiple of the key heads"
@@ -305,6 +314,18 @@ def _transposed(cotangents: Sequence[Any], *operands: Any, options: Options, mov
     return [*moved, *[None] * len(kept)]
 
 
+def _refused(*_: Any, **__: Any) -> Any:
+    raise PlanError(
+        refused="a derivative of attention", got="forward mode, or a second derivative",
+        needed="reverse mode and a first derivative: jax.grad, jax.vjp, meshwright.value_and_grad",
+        where="meshwright.attention", try_="jax.nn.dot_product_attention",
+    )  # fmt: skip
+
+
+attention_tangent_p.def_impl(_refused)
+mlir.register_lowering(attention_tangent_p, _refused)
+for _one in (attention_tangent_p, attention_backward_p):
+    ad.primitive_jvps[_one] = _refused
 ad.primitive_jvps[attention_p] = _jvp
 ad.primitive_transposes[attention_tangent_p] = _transposed
 
