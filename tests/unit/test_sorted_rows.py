@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -119,6 +120,36 @@ def test_what_is_not_linear_behind_the_last_product_keeps_sums_on_one_device() -
     assert split_dims(mixture(last=lambda y, order: jnp.tanh(y))) == (True, False, False)
 
 
+def multiplied(x: Any, ids: Any, weights: Any, up: Any, down: Any, *, bias: float | None = None) -> Any:
+    """Two products of which each device has a part are multiplied."""
+    order = jnp.argsort(ids.ravel())
+    counts = jnp.bincount(ids.ravel(), length=EXPERTS)
+    hidden = jax.nn.silu(jax.lax.ragged_dot(x[order // K], up, counts))
+    made = jax.lax.ragged_dot(hidden, down, counts)
+    gate = jax.lax.ragged_dot(x[order // K], jnp.swapaxes(down, 1, 2) @ down, counts)
+    if bias is not None:
+        gate += bias
+    return jnp.zeros_like(x).at[order // K].add(made * gate)
+
+
+def test_products_of_partial_sums_keep_sums_on_one_device() -> None:
+    assert split_dims(multiplied) == (True, False, False)
+
+
+def test_a_bias_of_what_is_no_partial_sum_is_added_by_all() -> None:
+    run = partial(multiplied, bias=1.0)
+    assert split_dims(run) == (True, False, False)
+    equation, _ = found(run)
+    assert not equation.params["rows"].once
+
+
+def test_a_sum_over_what_a_bias_was_added_to_stays_on_one_device() -> None:
+    """Each device that has some of its columns would have to add those of the bias."""
+    equation, rule = found(mixture(last=lambda y, order: (y + jnp.arange(WIDTH)) @ jnp.ones((WIDTH, WIDTH))))
+    (bias,) = (equation.invars.index(a) for a in equation.invars if a.aval.shape == (EXPERTS, HIDDEN, WIDTH))
+    assert rule.operands[bias][2][0] not in rule.splittable
+
+
 def with_its_order(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
     order = jnp.argsort(ids.ravel())
     counts = jnp.bincount(ids.ravel(), length=EXPERTS)
@@ -133,14 +164,35 @@ def of_other_sizes(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
     return jnp.zeros_like(x).at[order // K].add(made)
 
 
+def with_sizes_as_values(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+    order = jnp.argsort(ids.ravel())
+    counts = jnp.bincount(ids.ravel(), length=EXPERTS)
+    made = jax.lax.ragged_dot(jax.lax.ragged_dot(x[order // K], up, counts), down, counts)
+    made /= 1.0 + counts[ids.ravel()[order]][:, None]
+    return jnp.zeros_like(x).at[order // K].add(made)
+
+
+def with_places_as_values(y: Any, order: Any) -> Any:
+    places = jnp.argsort(order)
+    return y * jnp.sum(places[:, None] @ jnp.ones((1, 1), places.dtype))
+
+
 REFUSED = {
     "meets sorted rows with what is not sorted": mixture(last=lambda y, order: y * jnp.arange(TOKENS * K)[:, None]),
     "leave the function": with_its_order,
     "do not count": mixture(sizes=lambda ids: jnp.bincount(ids.ravel() // 2, length=EXPERTS)),
     "something else": of_other_sizes,
-    "to other places": mixture(index=lambda order: order % TOKENS),
+    "at other places than rows came from": mixture(index=lambda order: order % TOKENS),
     "takes some of the sorted rows": mixture(last=lambda y, order: y.at[:3].get().sum() + y),
     "cumsum": mixture(last=lambda y, order: jnp.cumsum(y, axis=0)),
+    "takes the sizes of groups": with_sizes_as_values,
+    "brings rows together with places, or with their order": mixture(
+        middle=lambda h: h, last=lambda y, order: jnp.where(order[:, None] > 7, y, 0)
+    ),
+    "mul at": mixture(last=lambda y, order: y + jnp.outer(order, jnp.arange(WIDTH))),
+    "computes with the order of rows something else": mixture(index=lambda order: (order / K).astype(jnp.int32)),
+    "reads what is not sorted at other places": mixture(last=lambda y, order: y + jnp.eye(7, WIDTH)[order % 7]),
+    "takes the order of rows for values": mixture(last=with_places_as_values),
 }
 
 

@@ -25,11 +25,14 @@ class Ordered:
     Args:
       dim: the dim that is the rows, or the places of rows.
       places: whether it has, for each element before sorting, something of its row; else it is rows.
-      numbers: the value, were the order 0, 1, 2...; None if it is more than a function of the order.
+      index: whether it is computed of the order itself, of which a device or a microbatch has another: it may only
+        say which rows to read or write.
+      numbers: the value of an index, were the order 0, 1, 2...; None of others.
     """
 
     dim: int
     places: bool = False
+    index: bool = False
     numbers: Any = None
 
 
@@ -70,7 +73,7 @@ def followed(jaxpr: Jaxpr, sort: int, maker: Callable[[Any], Equation | None]) -
     if not _counts_up(maker(equations[sort].invars[1])):
         return walk
     extent = order.aval.shape[0]
-    env: dict[Any, Ordered] = {keys: Ordered(0), order: Ordered(0, numbers=np.arange(extent))}
+    env: dict[Any, Ordered] = {keys: Ordered(0), order: Ordered(0, index=True, numbers=np.arange(extent))}
     follower = _Follower(env, walk, maker, extent)
     for position in range(sort + 1, len(equations)):
         equation = equations[position]
@@ -111,6 +114,9 @@ class _Follower:
         """How the results of an equation depend on the order; None of those that do not."""
         name = equation.primitive.name
         states = [None if is_literal(a) else self.env.get(a) for a in equation.invars]
+        for i, state in enumerate(states):
+            if state is not None and state.index and not (name in _ON_INDICES or i == _INDICES.get(name)):
+                raise self._refusal(equation, "takes the order of rows for values")
         if name in ON_ELEMENTS or _is_on_elements(equation):
             found = self._on_elements(equation, states)
         elif name in _HOW:
@@ -119,8 +125,8 @@ class _Follower:
             found = self._product(position, equation, states)
         else:
             raise self._refusal(equation, "is no operator on rows alone")
-        if found is not None and found.places and found.numbers is None:
-            raise self._refusal(equation, "computes with the places of rows")
+        if found is not None and found.index and found.numbers is None:
+            raise self._refusal(equation, "computes with the order of rows something else than an index")
         return [found] * len(equation.outvars)
 
     def _refusal(self, equation: Equation, why: str) -> Refused:
@@ -129,8 +135,8 @@ class _Follower:
     def _alike(self, equation: Equation, states: Sequence[Ordered | None]) -> Ordered:
         """The state of operands that have their rows in the same dim."""
         known = [state for state in states if state is not None]
-        if any((one.dim, one.places) != (known[0].dim, known[0].places) for one in known):
-            raise self._refusal(equation, "brings rows and places together")
+        if any((one.dim, one.places, one.index) != (known[0].dim, known[0].places, known[0].index) for one in known):
+            raise self._refusal(equation, "brings rows together with places, or with their order")
         return known[0]
 
     def _on_elements(self, equation: Equation, states: Sequence[Ordered | None]) -> Ordered:
@@ -155,15 +161,16 @@ class _Follower:
     def _numbers(self, equation: Equation, states: Sequence[Ordered | None]) -> Any:
         """What an operator makes of numbers that are known; None of others."""
         compute = _NUMBERS.get(equation.primitive.name)
-        if compute is None:
-            return None
+        if compute is None or any(a.aval.dtype.kind not in "iub" for a in (*equation.invars, *equation.outvars)):
+            return None  # floats round
         given = []
         for atom, state in zip(equation.invars, states, strict=True):
             number = self._constant(atom) if state is None else state.numbers
             if number is None:
                 return None
             given.append(number)
-        return compute(equation, *given)
+        made = compute(equation, *given)
+        return None if made is None else np.asarray(made).astype(equation.outvars[0].aval.dtype)  # may overflow
 
     def _constant(self, atom: Any) -> Any:
         if is_literal(atom):
@@ -261,6 +268,8 @@ class _Follower:
         self.walk.kept.append(position)
         if one_dim and self._ratio(at, operand.shape[numbers.start_index_map[0]]) is not None:
             self.walk.own[position] = numbers.start_index_map[0], at.dim
+        elif at.index:
+            raise self._refusal(equation, "reads what is not sorted at other places than rows came from")
         batch = [d for d in range(equation.outvars[0].aval.ndim) if d not in numbers.offset_dims]
         return Ordered(batch[at.dim])
 
@@ -296,7 +305,7 @@ class _Follower:
         if keys is None or keys.places or not argsort or self._ratio(keys, self.extent) != 1:
             raise self._refusal(equation, "sorts sorted rows by something else than their order")
         self.walk.sorts.append(position)
-        return Ordered(0, places=True, numbers=np.arange(self.extent))
+        return Ordered(0, places=True, index=True, numbers=np.arange(self.extent))
 
 
 def _place(dim: int, summed: Sequence[int], batch: Sequence[int]) -> tuple[str, int]:
@@ -315,6 +324,10 @@ def _is_on_elements(equation: Equation) -> bool:
                and all(inner.primitive.name in ON_ELEMENTS for inner in open_jaxpr(one.params["jaxpr"]).eqns))
                for one in body)  # fmt: skip
 
+
+# Which operators compute indices of indices, and which operand of others is one.
+_ON_INDICES = frozenset((*ON_ELEMENTS, "broadcast_in_dim", "reshape", "squeeze", "expand_dims"))
+_INDICES = {"gather": 1, "scatter": 1, "scatter-add": 1, "scatter_add": 1, "sort": 0}
 
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 _HOW: Mapping[str, Callable[..., Ordered | None]] = {

@@ -50,11 +50,14 @@ from .._jax.jaxpr import (
 from .._jax.megablox import as_ragged_dot
 from .._jax.sorted_rows import SortedRows, one_equation, program_of
 from .order import Refused, followed
+from .ragged import is_ragged
 from .rules import ReplicationWarning
 from .sorted_sums import linear_equations
 
 # Other views of keys.
 _VIEWS = ("reshape", "convert_element_type", "copy", "squeeze", "expand_dims")
+# Which operand of a product of groups is their sizes.
+_SIZES = 2
 # What may be behind rows that were brought back.
 _TAIL = (
     "reshape",
@@ -188,6 +191,13 @@ def _run_of(jaxpr: Jaxpr, sort: int) -> _Run | None:
     for sizes in {equations[n].invars[2] for n in walk.products}:
         counts |= _counting(jaxpr, made_by, sizes, chain[-1])
     inside = _with_tail(jaxpr, {sort, *walk.inside})
+    counted = {var for n in counts for var in equations[n].outvars}.difference(chain)
+    for n in sorted(inside):
+        values = [a for i, a in enumerate(equations[n].invars) if not (is_ragged(equations[n]) and i == _SIZES)]
+        if any(not is_literal(a) and a in counted for a in values):
+            # A device counts its own rows.
+            where = f"{equations[n].primitive.name} at {source_line(equations[n])}"
+            raise Refused(f"{where} takes the sizes of groups, or what counts them, for values")
     copied = {*counts, *(made_by[var] for var in chain[:-1])} - inside
     copied |= _constants(equations, made_by, inside | copied) - inside
     order = sorted(inside | copied)

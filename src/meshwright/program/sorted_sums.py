@@ -63,8 +63,8 @@ def linear_equations(
         if n not in feeding and e.primitive.name in _ADDITIONS and len({_is_in(a, behind) for a in e.invars}) == 2
     }  # fmt: skip
 
-    def reaches(var: Any, *, in_groups: bool) -> bool:
-        """Whether all that is made of a value is linear in it, and it is the result alone that leaves; with
+    def made_of(var: Any, *, in_groups: bool) -> set[Any] | None:
+        """What is made of a value, if all of it is linear in it and it is the result alone that leaves; with
         `in_groups`, up to the next product of the same groups."""
         follow, stack = {var}, [var]
         while stack:
@@ -72,23 +72,35 @@ def linear_equations(
                 equation = equations[position]
                 if is_ragged(equation) and in_groups:
                     if equation.invars[1] in follow or equation.invars[2] in follow:
-                        return False
+                        return None
                     continue
                 fresh = [one for one in equation.outvars if one not in follow]
                 follow.update(fresh)
                 stack += fresh
         seen = {n for one in follow for n in users.get(one, ())}
         if in_groups and results[0] not in follow:
-            return follow <= rows
+            return follow if follow <= rows else None
         alike = (n for n in seen if not (in_groups and is_ragged(equations[n])))
-        return all(n in once or _is_linear(equations, made_by, equations[n], follow) for n in alike)
+        linear = all(n in once or _is_linear(equations, made_by, equations[n], follow, behind) for n in alike)
+        return follow if linear else None
 
     # What no product is behind is the same on all devices.
     after = [n for n, e in enumerate(equations) if is_ragged(e) or any(_is_in(a, behind) for a in e.invars)]
-    sums = {n for n in after if all(reaches(var, in_groups=False) for var in equations[n].outvars)}
-    groups = all(reaches(e.outvars[0], in_groups=True) for e in products)
-    added = {(n, i) for n in once for i, a in enumerate(equations[n].invars) if not _is_in(a, behind)}
-    return Sums(frozenset(sums), frozenset(added), groups=groups and results[0] in behind)
+    # Nor is what one device adds there yet when a later equation sums over what it has a block of.
+    biased = {var for n in once for var in _behind(equations, users, equations[n].outvars[0])}
+    after = [n for n in after if not any(_is_in(a, biased) for a in equations[n].invars)]
+    paths = {n: [made_of(var, in_groups=False) for var in equations[n].outvars] for n in after}
+    sums = {n for n, those in paths.items() if None not in those}
+    of_groups = [made_of(e.outvars[0], in_groups=True) for e in products]
+    groups = None not in of_groups and results[0] in behind
+    reached = {var for n in sums for path in paths[n] for var in path or ()}
+    if groups:
+        reached |= {var for path in of_groups for var in path or ()}
+    added = {
+        (n, i) for n in once if any(_is_in(a, reached) for a in equations[n].invars)
+        for i, a in enumerate(equations[n].invars) if not _is_in(a, behind)
+    }  # fmt: skip
+    return Sums(frozenset(sums), frozenset(added), groups=groups)
 
 
 def _is_in(atom: Any, among: Set[Any]) -> bool:
@@ -109,10 +121,15 @@ def _feeds_product(equations: Sequence[Equation], users: dict[Any, list[int]], v
     return any(is_ragged(equations[n]) for one in _behind(equations, users, var) for n in users.get(one, ()))
 
 
-def _is_linear(equations: Sequence[Equation], made_by: dict[Any, int], equation: Equation, follow: set[Any]) -> bool:
-    """Whether an equation is linear in those of its operands that are followed, together."""
+def _is_linear(
+    equations: Sequence[Equation], made_by: dict[Any, int], equation: Equation, follow: set[Any], behind: set[Any]
+) -> bool:
+    """Whether an equation is linear in those of its operands that are followed, together, and has no other that
+    products are behind: that would be a part of a sum itself."""
     name = equation.primitive.name
-    moving = [not is_literal(a) and a in follow for a in equation.invars]
+    moving = [_is_in(a, follow) for a in equation.invars]
+    if any(_is_in(a, behind) and not m for a, m in zip(equation.invars, moving, strict=True)):
+        return False
     if name in _LINEAR:
         return name != "convert_element_type" or (_is_float(equation.invars[0]) and _is_float(equation.outvars[0]))
     if name in ("mul", "dot_general"):
