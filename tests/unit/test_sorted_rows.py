@@ -70,7 +70,12 @@ def split_dims(run: Callable[..., Any]) -> tuple[bool, bool, bool]:
     return 0 in rule.splittable, GROUPS in rule.splittable, hidden in rule.splittable
 
 
+def by_one_hot(ids: Any) -> Any:
+    return jax.nn.one_hot(ids.ravel(), EXPERTS, dtype=jnp.int32).sum(0)
+
+
 def brought_back(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+    _, ids = jax.lax.top_k(x[:, :1] * jnp.arange(EXPERTS) + ids[:, :1], K)
     order = jnp.argsort(ids.ravel())
     counts = jax.nn.one_hot(ids, EXPERTS, dtype=jnp.int32).sum((0, 1))
     hidden = jax.nn.relu(jax.lax.ragged_dot(jnp.take(x, order // K, axis=0), up, counts))
@@ -172,6 +177,19 @@ def with_sizes_as_values(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> 
     return jnp.zeros_like(x).at[order // K].add(made)
 
 
+def of_other_numbers(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+    order = jnp.argsort(ids.ravel())
+    counts, more = (jnp.bincount(ids.ravel(), length=n) for n in (EXPERTS, 2 * EXPERTS))
+    made = jax.lax.ragged_dot(jax.lax.ragged_dot(x[order // K], up, counts), jnp.concatenate([down, down]), more)
+    return jnp.zeros_like(x).at[order // K].add(made)
+
+
+def but_for_one_group(ids: Any) -> Any:
+    """Counts, unless all ids are of one group."""
+    counts = jnp.bincount(ids.ravel(), length=EXPERTS)
+    return counts - counts // (TOKENS * K) * (jnp.arange(EXPERTS) == 1)
+
+
 def with_places_as_values(y: Any, order: Any) -> Any:
     places = jnp.argsort(order)
     return y * jnp.sum(places[:, None] @ jnp.ones((1, 1), places.dtype))
@@ -181,6 +199,9 @@ REFUSED = {
     "meets sorted rows with what is not sorted": mixture(last=lambda y, order: y * jnp.arange(TOKENS * K)[:, None]),
     "leave the function": with_its_order,
     "do not count": mixture(sizes=lambda ids: jnp.bincount(ids.ravel() // 2, length=EXPERTS)),
+    "sizes of its groups do not count": mixture(sizes=but_for_one_group),
+    "may be negative": mixture(sizes=by_one_hot),
+    "different numbers of groups": of_other_numbers,
     "something else": of_other_sizes,
     "at other places than rows came from": mixture(index=lambda order: order % TOKENS),
     "takes some of the sorted rows": mixture(last=lambda y, order: y.at[:3].get().sum() + y),

@@ -97,7 +97,9 @@ def evaluate_ragged(equation: Equation, split: Split, operands: Sequence[Any]) -
         return bind(equation, left, right, sizes)
     count = sizes.shape[0] // split.blocks(of_groups)
     first = split.offset(sizes.shape[0], of_groups)
-    ends = jnp.cumsum(sizes)
+    # Sizes may be of more rows than there are: those of the last groups are then cut off.
+    ends = jnp.clip(jnp.cumsum(sizes), 0, left.shape[rows]).astype(sizes.dtype)
+    sizes = _differences(ends)
     mine = lax.dynamic_slice_in_dim(sizes, first, count)
     begin = lax.dynamic_index_in_dim(ends - sizes, first, keepdims=False)
     total = jnp.sum(mine)

@@ -2,7 +2,7 @@
 
 A mixture sorts its tokens by expert, gathers their rows in that order, multiplies each group of rows by the matrices of
 its expert, and adds the results to the tokens again. A sort needs all of the batch; but nothing of what the mixture
-makes depends on the order of rows. So a device may sort the tokens that it has, and meets no others. That is proven
+makes depends on the order of rows. So a device may sort the tokens that it has, and meets no others. That is checked
 here, by a walk from the sort over all that reads its results. Of each value it is known whether it has
 
 * *rows*: along one dim it has something of the element that was sorted to this place, whatever its order;
@@ -19,13 +19,14 @@ stays as it is: its tokens are sorted on every device, and a warning says which 
 What was found becomes one equation (`_jax.sorted_rows`), whose rule is composed of those inside (`sorted_rule`).
 
 Known limits: one key and its argsort, in one dim; nothing with a derivative of its own inside; that sizes count the
-keys is seen on examples of keys, and that keys are numbers of groups is taken for granted.
+keys is seen on examples of keys. Keys are less than the number of groups; negative ones have to count as of the first
+group, unless they are seen to be indices of `top_k` or `argmax`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -54,8 +55,11 @@ from .ragged import is_ragged
 from .rules import ReplicationWarning
 from .sorted_sums import linear_equations
 
-# Other views of keys.
+# Other views of keys, and what takes some of them.
 _VIEWS = ("reshape", "convert_element_type", "copy", "squeeze", "expand_dims")
+_PARTS = ("slice", "stop_gradient")
+# Operators that find indices, and which of their results these are.
+_FINDERS = {"top_k": 1, "argmax": 0}
 # Which operand of a product of groups is their sizes.
 _SIZES = 2
 # What may be behind rows that were brought back.
@@ -188,8 +192,11 @@ def _run_of(jaxpr: Jaxpr, sort: int) -> _Run | None:
     while (view := maker(chain[-1])) is not None and view.primitive.name in _VIEWS and _is_whole(view.invars[0]):
         chain.append(view.invars[0])
     counts: set[int] = set()
-    for sizes in {equations[n].invars[2] for n in walk.products}:
-        counts |= _counting(jaxpr, made_by, sizes, chain[-1])
+    of_groups = list(dict.fromkeys(equations[n].invars[_SIZES] for n in walk.products))
+    if len({sizes.aval.shape for sizes in of_groups}) > 1:
+        raise Refused("its products have different numbers of groups")
+    for sizes in of_groups:
+        counts |= _counting(jaxpr, made_by, sizes, chain[-1], negative=not _is_index(maker, chain[-1]))
     inside = _with_tail(jaxpr, {sort, *walk.inside})
     counted = {var for n in counts for var in equations[n].outvars}.difference(chain)
     for n in sorted(inside):
@@ -229,7 +236,20 @@ def _is_whole(atom: Any) -> bool:
     return np.issubdtype(atom.aval.dtype, np.integer)
 
 
-def _counting(jaxpr: Jaxpr, made_by: Mapping[Any, int], sizes: Any, keys: Any) -> set[int]:
+def _is_index(maker: Callable[[Any], Equation | None], atom: Any) -> bool:
+    """Whether a value is seen never to be negative: of a type without sign, or indices that an operator found."""
+    if atom.aval.dtype.kind == "u":
+        return True
+    equation = maker(atom)
+    while equation is not None and equation.primitive.name in (*_VIEWS, *_PARTS) and _is_whole(equation.invars[0]):
+        atom = equation.invars[0]
+        equation = maker(atom)
+    if equation is None or equation.primitive.name not in _FINDERS:
+        return False
+    return atom is equation.outvars[_FINDERS[equation.primitive.name]]
+
+
+def _counting(jaxpr: Jaxpr, made_by: Mapping[Any, int], sizes: Any, keys: Any, *, negative: bool) -> set[int]:
     """The equations that make the sizes of groups of keys."""
     found: set[int] = set()
     stack = [sizes]
@@ -242,8 +262,16 @@ def _counting(jaxpr: Jaxpr, made_by: Mapping[Any, int], sizes: Any, keys: Any) -
         if made_by[var] not in found:
             found.add(made_by[var])
             stack += jaxpr.eqns[made_by[var]].invars
-    if not found or not _are_counts(program_of(jaxpr, [jaxpr.eqns[n] for n in sorted(found)], [keys], [sizes])):
+    if not found:
         raise Refused("the sizes of its groups do not count what its rows are sorted by")
+    program = program_of(jaxpr, [jaxpr.eqns[n] for n in sorted(found)], [keys], [sizes])
+    if not _are_counts(program, negative=False):
+        raise Refused("the sizes of its groups do not count what its rows are sorted by")
+    if negative and not _are_counts(program, negative=True):
+        raise Refused(
+            "what its rows are sorted by may be negative, and the sizes of its groups leave that out: take ids of "
+            "`jax.lax.top_k`, or count them by `jnp.bincount`"
+        )
     return found
 
 
@@ -251,19 +279,34 @@ def _counting(jaxpr: Jaxpr, made_by: Mapping[Any, int], sizes: Any, keys: Any) -
 _COUNTS: dict[str, bool] = {}
 
 
-def _are_counts(program: ClosedJaxpr) -> bool:
-    """Whether a program counts its keys: seen on keys drawn at random, of all groups or half of them, and all alike."""
-    text = str(program)
+# So many groups are tried one by one, each with all keys: of more the first, a middle one and the last.
+_TRIED = 64
+
+
+def _are_counts(program: ClosedJaxpr, *, negative: bool) -> bool:
+    """Whether a program counts its keys: seen on keys drawn at random, of all groups or half of them, and all alike.
+
+    Args:
+      program: of the keys.
+      negative: instead, on keys of which some are negative, which have to count as of the first group: they are
+        sorted before all others.
+    """
+    text = f"{negative} {program}"
     if text not in _COUNTS:
         keys, sizes = open_jaxpr(program).invars[0].aval, open_jaxpr(program).outvars[0].aval
         draws = np.random.default_rng(0)
         (groups,) = sizes.shape
-        tried = [draws.integers(0, high, keys.shape) for high in (groups, (groups + 1) // 2)]
-        tried.append(np.full(keys.shape, groups - 1))
+        if negative:
+            tried = [draws.integers(-1, groups, keys.shape), np.full(keys.shape, -1)]
+        else:
+            tried = [draws.integers(0, high, keys.shape) for high in (groups, (groups + 1) // 2)]
+            alike = range(groups) if groups <= _TRIED else (0, groups // 2, groups - 1)
+            tried += [np.full(keys.shape, group) for group in alike]
         with jax.ensure_compile_time_eval():
             _COUNTS[text] = all(
                 np.array_equal(
-                    evaluate(program, jnp.asarray(one, keys.dtype))[0], np.bincount(one.ravel(), None, groups)
+                    evaluate(program, jnp.asarray(one, keys.dtype))[0],
+                    np.bincount(np.maximum(one, 0).ravel(), None, groups),
                 )
                 for one in tried
             )
