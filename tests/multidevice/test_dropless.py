@@ -153,6 +153,27 @@ def test_products_of_groups_by_a_kernel_are_exact() -> None:
     assert_equal_trees(mw.parallelize(step, plan=plan)(copy(state), x), jax.jit(step)(state, x))
 
 
+def test_groups_of_more_rows_than_there_are_are_exact() -> None:
+    """Split over the groups, of which the last is cut off."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            return jnp.mean(jnp.square(jax.lax.ragged_dot(x, p, jnp.array([6, 6], jnp.int32))))
+
+        value, grads = mw.value_and_grad(loss)(state)
+        return state - 0.1 * grads, value
+
+    state, x = jax.random.normal(jax.random.key(0), (2, 4, 4)), jax.random.normal(jax.random.key(1), (8, 4))
+    found = mw.plan_for(step, (state, x), cluster="local", mesh={"x": 2, "y": 4}, stages=1).plan
+    (operator,) = (one for one in trace_program(step, (state, x)).graph.operators if one.name == "ragged_dot_general")
+    ((groups,), *_) = operator.rule.operands[1]
+    axes = tuple(("x",) if f == groups else () for f in range(len(operator.rule.factors)))
+    (stage,) = found.stages
+    operators = tuple(replace(one, axes=axes) if one.name == operator.name else one for one in stage.operators)
+    plan = replace(found, stages=(replace(stage, operators=operators),))
+    assert_equal_trees(mw.parallelize(step, plan=plan)(copy(state), x), jax.jit(step)(state, x))
+
+
 def test_microbatches_are_those_of_the_whole_batch() -> None:
     step = step_of(sigmoid_router, scattered, 2)
     state, x = small()

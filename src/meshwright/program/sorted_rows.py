@@ -279,8 +279,9 @@ def _counting(jaxpr: Jaxpr, made_by: Mapping[Any, int], sizes: Any, keys: Any, *
 _COUNTS: dict[str, bool] = {}
 
 
-# So many groups are tried one by one, each with all keys: of more the first, a middle one and the last.
-_TRIED = 64
+# So many groups, evenly spread, are tried with all keys in them. (One trial of 524,288 keys in 64 groups, counted by
+# `one_hot`, takes 0.13 s on a CPU core.)
+_TRIED = 8
 
 
 def _are_counts(program: ClosedJaxpr, *, negative: bool) -> bool:
@@ -300,8 +301,8 @@ def _are_counts(program: ClosedJaxpr, *, negative: bool) -> bool:
             tried = [draws.integers(-1, groups, keys.shape), np.full(keys.shape, -1)]
         else:
             tried = [draws.integers(0, high, keys.shape) for high in (groups, (groups + 1) // 2)]
-            alike = range(groups) if groups <= _TRIED else (0, groups // 2, groups - 1)
-            tried += [np.full(keys.shape, group) for group in alike]
+            alike = {round(at) for at in np.linspace(0, groups - 1, min(groups, _TRIED))}
+            tried += [np.full(keys.shape, group) for group in sorted(alike)]
         with jax.ensure_compile_time_eval():
             _COUNTS[text] = all(
                 np.array_equal(
