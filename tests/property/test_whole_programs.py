@@ -348,6 +348,9 @@ class Priced:
                 target = algorithm.operands[position]
                 often = 1 if self.is_summed_last(value) else m * operator.operand_repeats[position]
                 seconds += often * self.move_seconds(value, have[value], target, runs)
+                of_parameters = operator.name == "scan_slice" and value in values_of_parameters(graph)
+                if of_parameters and have[value].shards(self.sizes) > target.shards(self.sizes):
+                    seconds = math.inf  # rows of parameters are gathered in a loop, not before it
                 if value in self.kept and value in graph.producer and value not in shared:
                     size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
                 elif value not in gathered and self.is_kept_gathered(operator, value):
