@@ -351,7 +351,8 @@ class IntraOpProblem:
         self.shared_node[index] = node
         times = self.trips(shared.maker, index)
         table = self._conversions(index, specs, choices, self.forward_runs_of(index, shared.maker), times)
-        self._connect(producer, node, table)
+        readers = [self.graph.operators[user] for user, _ in shared.users]
+        self._connect(producer, node, self._gathered_in_loops(index, readers, specs, choices, table))
         self.moves.append(Move(producer, node, index, times, specs, choices))
         self._defines[index] = (node, choices)
         if shared.kept:
@@ -377,6 +378,16 @@ class IntraOpProblem:
             times=self.microbatches * times,
         )  # fmt: skip
 
+    def _gathered_in_loops(
+        self, index: int, readers: Sequence[Operator], sources: SpecRow, targets: SpecRow, table: np.ndarray
+    ) -> np.ndarray:
+        """A table of conversions without those that gather the rows of parameters before the loop that reads them: the
+        memory of all trips' rows is not in the model. They are gathered trip by trip, or once a step where a
+        parameter's storage and use differ."""
+        if index not in self.of_parameters or all(reader.name != "scan_slice" for reader in readers):
+            return table
+        return np.where(self.prices.shards(sources)[:, None] > self.prices.shards(targets), np.inf, table)
+
     def _connect(self, u: int, v: int, table: np.ndarray) -> None:
         """Add what a pair of choices costs; the table is not to be changed any more."""
         if u == v:
@@ -397,12 +408,7 @@ class IntraOpProblem:
                     runs = 2 if read.of_parameters and not self.is_one_program else read.runs
                     often = 1 / self.microbatches if read.waits and self.is_one_program else times
                     table = self._conversions(index, specs, targets, runs, often)
-                    if operator.name == "scan_slice" and index in self.of_parameters:
-                        # The rows of a loop are gathered trip by trip, or once a step where storage and use differ:
-                        # gathered before the loop, those of all trips would be there and nobody would count them.
-                        gathered = self.prices.shards(specs)[:, None] > self.prices.shards(targets)
-                        table = np.where(gathered, np.inf, table)
-                    self._connect(source, node, table)
+                    self._connect(source, node, self._gathered_in_loops(index, (operator,), specs, targets, table))
                     self.moves.append(Move(source, node, index, often, specs, targets))
                 if read.holds == "read":
                     self._bytes[node] += self._kept_bytes(index, targets)
