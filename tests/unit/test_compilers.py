@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from meshwright.cluster import Cluster, load_cluster
 from meshwright.compilers import check_compiler, target_devices, targets
 from meshwright.errors import PlanError
 from meshwright.planning.plan_for import plan_for
-from meshwright.targets import load_target
+from meshwright.targets import load_target, zoo_target
+from meshwright.zoo import gpt
 
 NEEDS_LIBTPU = pytest.mark.skipif(not has_tpu_compiler(), reason="needs libtpu: make test-compilers")
 
@@ -76,10 +78,24 @@ def test_a_plan_is_compiled_by_the_compiler_of_its_machines(stages: int) -> None
     for stage in found.stages:
         assert stage.schedule is not None
         assert stage.schedule.kernels["products"].flops == stage.flops[1]
-        predicted, compiled = stage.compute_seconds
-        # A tiny model's kernels take a microsecond each; of those of two stages 0.41 is predicted.
-        assert (0.5 if stages == 1 else 0.4) * compiled < predicted < 2 * compiled
+        # A tiny model's kernels take a microsecond each whatever they do, so nothing is said here of what is predicted.
+        assert stage.compute_seconds[1] > 0
     assert jax.devices()[0].platform == "cpu"
+
+
+@pytest.mark.compilers
+@NEEDS_LIBTPU
+@pytest.mark.parametrize("stages", [1, 2])
+def test_predicted_seconds_are_those_of_the_compilers_cycles(stages: int) -> None:
+    """Two layers of GPT-3's smallest widths, which fill a TPU's kernels."""
+    from meshwright.verify import verify
+
+    two_layers = replace(gpt.CONFIGS["gpt3-125m"], layers=2, vocabulary=8192, global_batch=32)
+    found = verify(zoo_target(gpt.build(two_layers)), cluster="tpu-v5e:8", stages=stages)
+    assert len(found.stages) == stages
+    seconds = [check for check in found.checks if check.unit == "seconds"]
+    assert len(seconds) == stages
+    assert all(check.passed for check in seconds), seconds
 
 
 @pytest.mark.compilers
