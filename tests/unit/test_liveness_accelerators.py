@@ -189,6 +189,23 @@ def test_casts_of_weights_are_made_before_loops_of_tpus(platform: str, *, is_mov
     assert (weight.size * 2 in {found.values[v].size_bytes for v in loop.reads}) == is_moved
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_stack_is_copied_for_the_loop_that_turns_its_slices_unless_it_is_given(*, is_given: bool) -> None:
+    """What a loop of the same program stacks lies as that loop writes it; an argument lies as it is."""
+
+    def turned(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return total + x.T, None
+
+    def stacked(x: jax.Array, rows: jax.Array) -> jax.Array:
+        made = rows if is_given else lax.scan(lambda c, row: (c, jnp.sin(row)), x, rows)[1]
+        return lax.scan(turned, x, made)[0]
+
+    x, rows = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (4, 64, 64)))
+    found = dataflow_of(stacked, x, rows, platform="gpu")
+    copies = [op for op in found.operations if op.name == "copy"]
+    assert len(copies) == (0 if is_given else 1)
+
+
 @pytest.mark.compilers
 @pytest.mark.parametrize(
     ("row", "has_compiler"),

@@ -89,6 +89,7 @@ class Builder:
         self.zeros: set[int] = set()  # arrays of nothing but zeros
         self.transposed: set[int] = set()  # results of transpositions the program itself asks for
         self.fetched: set[Any] = set()  # variables that come from the host's memory when they are first read
+        self.given: set[int] = set()  # arguments of the program, which lie as their maker has laid them
         self._order: dict[int, tuple[int, tuple[int, ...]]] = {}  # what a transposed value is a transposition of
         self._layouts = Layouts(self.values, lambda value: self.array(*self.types[value])) if self.on_gpu else None
         self._anywhere: set[int] = set()  # made of numbers and positions alone, in any layout
