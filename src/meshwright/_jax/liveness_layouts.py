@@ -59,7 +59,7 @@ class Layouts:
         self._choose(operations, outputs)
         ends = self._ends(operations, outputs)
         instead: dict[int, int] = {}
-        regrouped: dict[int, int] = {}
+        regrouped: dict[tuple[int, frozenset[Dims]], int] = {}
         found: list[Operation] = []
 
         def copy(value: int, source: int, name: str) -> int:
@@ -72,9 +72,11 @@ class Layouts:
             if operation.kind is Kind.CONTRACT:
                 for place, value in enumerate(operation.reads):
                     if value in self._read and not self._lie_together(*self._read[value]):
-                        if value not in regrouped:
-                            regrouped[value] = copy(value, reads[place], "regroup")
-                        reads[place] = regrouped[value]
+                        source, groups = self._read[value]
+                        wanted = source, frozenset(groups)  # one copy for all products that read these groups
+                        if wanted not in regrouped:
+                            regrouped[wanted] = copy(value, reads[place], "regroup")
+                        reads[place] = regrouped[wanted]
             kind = Kind.VIEW if self._moves_nothing(operation, outputs) else operation.kind
             found.append(replace(operation, kind=kind, reads=tuple(reads)))
             for value in ends.intersection(operation.writes):
