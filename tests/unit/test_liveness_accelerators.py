@@ -244,3 +244,22 @@ def test_what_gives_several_arrays_stays_in_a_loop_over_microbatches() -> None:
     state = {"scores": jax.ShapeDtypeStruct((8,), jnp.float32), "w": jax.ShapeDtypeStruct((128, 128), jnp.float32)}
     args = state, jax.ShapeDtypeStruct((64, 128), jnp.float32)
     assert plan_for(step, args, cluster="tpu-v5e:8", microbatches=4, stages=1).plan.stages[0].memory.total > 0
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_softmax_of_gpus_reads_what_it_normalises_unless_its_maxima_are_kept(*, is_kept: bool) -> None:
+    """One Triton kernel then, and its operand is stored; else three kernels, each with the arithmetic on the scores
+    (XLA for H100: a forward pass of llama3-405b that is rematerialised, and one that is not)."""
+
+    def weights(scores: jax.Array, mask: jax.Array) -> Any:
+        masked = jnp.where(mask, 2 * scores, -1e9)
+        largest = masked.max(-1)
+        spread = jnp.exp(masked - largest[:, None])
+        total = spread.sum(-1)
+        found = (spread / total[:, None]).astype(jnp.bfloat16)
+        return (found, largest, total) if is_kept else found
+
+    shapes = [jax.ShapeDtypeStruct((128, 128), dtype) for dtype in (jnp.float32, jnp.bool)]
+    program = dataflow_of(weights, *shapes, platform="gpu")
+    made = [kernel.operation.name for kernel in Fusion(program).run()]
+    assert ("select_n" in made) != is_kept

@@ -300,9 +300,12 @@ class Fusion:
                 continue
             if all(user.position in in_products or (user.multiplies and not user.convolution) for user in users):
                 in_products.add(position)
-            if self._on_gpu and self._is_dear_to_read(value, large, len(users)):
-                blocked.add(value)
-                continue
+            if self._on_gpu:
+                if self._is_dear_to_read(value, large, len(users)):
+                    blocked.add(value)
+                    continue
+                if not any(self._is_normalisation(user) for user in users):
+                    continue  # each reader computes it, across reductions too: that saves traffic
             if len(large) <= 1 or read <= self._values[value].elements:
                 continue
             if self._on_tpu and position in in_products:
@@ -324,6 +327,16 @@ class Fusion:
         is, its random bits are not. XLA's GPU compiler fuses where that saves traffic."""
         read, size = (sum(self._values[v].size_bytes for v in some) for some in (sources, [value]))
         return users > 1 and users * read > read + (users + 1) * size
+
+    def _is_normalisation(self, kernel: Kernel) -> bool:
+        """Whether a reduction's result is only spread out again: XLA's GPU compiler then makes one Triton kernel of it
+        and the arithmetic around it, a softmax, that reads what it normalises. One whose result is kept is none."""
+        if kernel.operation.kind is not Kind.REDUCE:
+            return False
+        user: Kernel | None = kernel
+        while user is not None and user.operation.kind is not Kind.BROADCAST:
+            user = self._only_user(user)
+        return user is not None
 
     def _is_cheap_everywhere(self, value: int) -> bool:
         """Whether every kernel that reads a value may compute it: else it is there, and read."""
