@@ -169,6 +169,7 @@ class EveryPlan:
         self._traces: Traces = traces_of(step)
         self._args, self.cluster = args, cluster
         self._planned: dict[int | None, Planning] = {}
+        self._fits: dict[int, bool] = {}
         self._options = PlanOptions(cluster=cluster, stages=None, memory_per_device=memory_bytes)
 
     def _spaces(self) -> Iterator[Space]:
@@ -192,8 +193,14 @@ class EveryPlan:
         Args:
           stages: how many; None for any number.
         """
-        plans = (one for one in self.plans if stages is None or len(one.choice.stages) == stages)
-        return next((one for one in plans if one.fits), None)
+        plans = ((n, one) for n, one in enumerate(self.plans) if stages is None or len(one.choice.stages) == stages)
+        return next((one for n, one in plans if self._fit(n)), None)
+
+    def _fit(self, number: int) -> bool:
+        """Whether the plan of this number fits; its programs are traced once."""
+        if number not in self._fits:
+            self._fits[number] = self.plans[number].fits
+        return self._fits[number]
 
     def planned(self, stages: int | None) -> Planning:
         """What planning finds.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from math import isfinite, prod
 from typing import Any
@@ -127,20 +127,30 @@ def refuted(of: EveryPlan, stages: int | None) -> str:
     return f"-{less:.2%} of the bound of {words}: {best}"
 
 
-def cases() -> Iterator[Any]:
-    """Every request in every number of stages."""
-    for name in REQUESTS:
-        for stages in stage_counts(name):
-            yield pytest.param(name, stages, id=f"{name}, {stages or 'any number of'} stages")
+# These differ from others in speeds and widths alone.
+SLOW = {
+    "transformer", "three stages", "two kinds, four devices", "little memory, a wide end",
+    "little memory, a wide beginning",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "stages"), [*cases()])
-def test_no_plan_takes_less_than_the_gap_says(name: str, stages: int | None) -> None:
-    assert not refuted(request(name), stages)
+def named(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
+
+
+# Of the module: what one test has planned of a request the others have too.
+every_request = pytest.mark.parametrize("name", named(REQUESTS), scope="module")
+
+
+@every_request
+def test_no_plan_takes_less_than_the_gap_says(name: str) -> None:
+    assert not [words for stages in stage_counts(name) if (words := refuted(request(name), stages))]
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in REQUESTS if request(name).cluster.num_devices == 2 and "memory" not in name]
+    "name",
+    named(name for name in REQUESTS if request(name).cluster.num_devices == 2 and "memory" not in name),
+    scope="module",
 )
 def test_of_two_devices_every_plan_is_known(name: str) -> None:
     """Else the optimum that gaps are compared with would not be one.
@@ -154,19 +164,19 @@ def test_of_two_devices_every_plan_is_known(name: str) -> None:
         assert found.counted_seconds >= (1 - ROUNDING) * best.counted_seconds, stages
 
 
-def test_the_best_plans_are_of_all_kinds() -> None:
-    """Requests whose best plan is always one stage in one microbatch would test little."""
-    best = [request(name).best(None) for name in REQUESTS]
-    kinds = {(len(one.choice.stages) > 1, one.choice.microbatches > 1, one.schedule) for one in best if one is not None}
-    assert {kind[:2] for kind in kinds} == {(False, False), (False, True), (True, False), (True, True)}
-    assert {"zero_bubble", "adaptive"} <= {schedule for _, _, schedule in kinds}
-
-
-@pytest.mark.parametrize("name", REQUESTS)
+@every_request
 def test_any_number_of_stages_is_as_good_as_each(name: str) -> None:
     of = request(name)
     any_number, *given = (of.planned(stages).counted_seconds for stages in stage_counts(name))
     assert any_number <= min(given) * (1 + WORTH)
+
+
+def test_the_best_plans_are_of_all_kinds() -> None:
+    """Requests whose best plan is always one stage in one microbatch would test little."""
+    best = [request(name).best(None) for name in REQUESTS if name not in SLOW]
+    kinds = {(len(one.choice.stages) > 1, one.choice.microbatches > 1, one.schedule) for one in best if one is not None}
+    assert {kind[:2] for kind in kinds} == {(False, False), (False, True), (True, False), (True, True)}
+    assert {"zero_bubble", "adaptive"} <= {schedule for _, _, schedule in kinds}
 
 
 def generated(seed: int) -> EveryPlan:

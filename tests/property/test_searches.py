@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -21,6 +21,11 @@ ROUNDING = 1e-9
 # Most methods have found what they find on these spaces by then.
 EVALUATIONS = 150
 
+# These price the most plans, which takes longest in the spaces of whole models.
+SLOW = {(method, name) for method in ("mcts", "reinforce") for name in ("gpt", "moe", "any stages")} | {
+    ("ilp", "any stages")
+}
+
 named = pytest.mark.parametrize("search", [*map(search_named, SEARCH_NAMES)], ids=SEARCH_NAMES)
 
 
@@ -32,8 +37,14 @@ def run(search: Search, of: Space, budget: Budget | None = None) -> list[Found]:
     return found
 
 
-@named
-@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize(
+    ("search", "name"),
+    [
+        pytest.param(search_named(method), name, id=f"{name}-{method}", marks=[pytest.mark.slow] * (one in SLOW))
+        for one in product(SEARCH_NAMES, SPACES)
+        for method, name in [one]
+    ],
+)
 def test_what_is_found_fits_and_what_is_proven_holds(search: Search, name: str) -> None:
     of, best = space(name), optimum(name)
     if search.name == "exhaustive" and name == "whole":

@@ -39,7 +39,7 @@ def target_of(name: str) -> tuple[Any, Any, float]:
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.6, marks=pytest.mark.slow), 0.4])
 def test_it_is_the_best_of_all_numbers_of_microbatches(name: str, share: float) -> None:
     """Each number is planned by itself; in a share of the memory that the fastest plan needs some do not fit."""
     target, traced, most = target_of(name)
@@ -80,7 +80,7 @@ def test_what_fits_in_no_number_is_refused_by_the_one_that_needs_least() -> None
 
 def test_a_refusal_says_what_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan has to fit with 4 % to spare: one whose peak is less than the memory may be refused."""
-    target = zoo.mlp(width=512, layers=4, batch=64)
+    target = zoo.mlp(width=512, layers=2, batch=64)
     monkeypatch.setattr(MissedMemory, "learn", lambda *args: None)
     write = refine.written_out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded
 from meshwright.plan import Plan
 from meshwright.planning.plan_for import plan_for
+from meshwright.program.traces import traces_of
 from meshwright.search.inter import dynamic_program as inter_op
 from meshwright.search.inter.problem import InterOpProblem, Option
 from meshwright.search.inter.submeshes import Submesh
@@ -27,11 +29,18 @@ CLUSTER = load_cluster("p3.16xlarge:1")
 
 
 def build() -> Any:
-    return gpt.build(gpt.GPTConfig(name="gpt", hidden=256, layers=4, heads=8, sequence=128, global_batch=16))
+    return gpt.build(gpt.GPTConfig(name="gpt", hidden=256, layers=2, heads=8, sequence=128, global_batch=16))
+
+
+@cache
+def traced() -> Any:
+    """The same with a memory of its traces."""
+    target = build()
+    return replace(target, step=traces_of(target.step))
 
 
 def planned(**options: Any) -> Any:
-    target = build()
+    target = traced()
     return plan_for(target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=2, **options)
 
 
@@ -110,7 +119,7 @@ def test_what_was_broken_off_is_found_out_later(monkeypatch: pytest.MonkeyPatch)
 
 def test_bounds_of_all_numbers_are_broken_off_where_a_plan_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solving a problem of pure numbers looks at the clock too: of a program of few parts it is most of the work."""
-    target, extended = build(), [0]
+    target, extended = traced(), [0]
     extend = inter_op._Search._extend
 
     def extending(self: Any, *args: Any) -> None:
@@ -167,7 +176,7 @@ def test_whoever_solves_numbers_can_be_stopped() -> None:
 @pytest.mark.parametrize("room", [1.0, 0.02])
 def test_one_stage_is_looked_at_no_longer_than_there_is_time(room: float) -> None:
     """What was not looked at is said and in the gap, whether memory binds or not."""
-    target, memory = build(), room * CLUSTER.device.usable_memory_bytes
+    target, memory = traced(), room * CLUSTER.device.usable_memory_bytes
     args = target.example_state, target.example_batch
     best = plan_for(target.step, args, cluster=CLUSTER, memory_per_device=memory).plan
     late = plan_for(target.step, args, cluster=CLUSTER, memory_per_device=memory, time_limit_seconds=0)
@@ -177,7 +186,7 @@ def test_one_stage_is_looked_at_no_longer_than_there_is_time(room: float) -> Non
 
 
 def test_several_stages_that_were_not_looked_at_are_in_the_gap() -> None:
-    target = build()
+    target = traced()
     planning = plan_for(
         target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=None, time_limit_seconds=0
     )

@@ -22,7 +22,7 @@ from meshwright.program.local import evaluate_local
 from meshwright.program.trace import Program
 from meshwright.zoo import gpt
 
-LAYERS = 6
+LAYERS = 4
 SMALL = replace(
     gpt.CONFIGS["gpt-tiny"], sequence=64, global_batch=16, hidden=64, heads=4, layers=LAYERS, dtype="bfloat16"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import jax
@@ -229,15 +230,20 @@ def staged_case(case: str) -> tuple[StagedProgram, list[ParameterInfo]]:
     return staged_program(program, layers=2), parameter_infos(program)
 
 
-@pytest.mark.parametrize("cluster", ["dgx-a100-80", "tpu-v5e:8"])
-@pytest.mark.parametrize("case", CASES)
+# Each case in both meshes, with rematerialisation and without, and on both clusters.
+FAST = {
+    ("gpt", "none", (4,), "dgx-a100-80"), ("gpt", "layer", (2, 2), "tpu-v5e:8"),
+    ("gpt, one scan", "none", (4,), "tpu-v5e:8"), ("gpt, one scan", "layer", (2, 2), "dgx-a100-80"),
+    ("llama, one scan", "none", (4,), "dgx-a100-80"), ("llama, one scan", "layer", (2, 2), "tpu-v5e:8"),
+    ("moe", "none", (4,), "tpu-v5e:8"), ("moe", "layer", (2, 2), "dgx-a100-80"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("remat", "mesh"),
+    ("case", "remat", "mesh", "cluster"),
     [
-        ("none", (4,)),
-        ("layer", (2, 2)),
-        pytest.param("none", (2, 2), marks=pytest.mark.slow),
-        pytest.param("layer", (4,), marks=pytest.mark.slow),
+        pytest.param(*one, marks=[pytest.mark.slow] * (one not in FAST))
+        for one in product(CASES, ("none", "layer"), ((4,), (2, 2)), ("dgx-a100-80", "tpu-v5e:8"))
     ],
 )
 def test_the_search_counts_what_stages_hold(case: str, remat: str, mesh: tuple[int, ...], cluster: str) -> None:
