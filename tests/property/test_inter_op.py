@@ -297,8 +297,8 @@ def test_objectives_are_seldom_much_less_than_the_simulated_step(orders: tuple[O
     assert min(shares) > 0.88
 
 
-# The slowest three blocks, five times as long as the others, are left to `make test-all`.
-@pytest.mark.parametrize("block", [0, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))])
+# The slowest blocks are left to `make test-all`.
+@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4))])
 def test_no_plan_that_fits_is_simulated_to_take_less_than_is_bounded(block: int) -> None:
     """Layouts that keep less take longer; what is in flight says which of them fit. Some stages read nothing of the one
     before them."""

@@ -211,6 +211,11 @@ class Priced:
         self.move_seconds = lru_cache(maxsize=None)(self._move_seconds)
         self.work_seconds = lru_cache(maxsize=None)(self._work_seconds)
         self.parameter_seconds = lru_cache(maxsize=None)(self._parameter_seconds)
+        self.shard_bytes = lru_cache(maxsize=None)(self._shard_bytes)
+        self.is_summed_last = lru_cache(maxsize=None)(self._is_summed_last)
+        self.is_kept_gathered = lru_cache(maxsize=None)(self._is_kept_gathered)
+        self.of_parameters = values_of_parameters(graph)
+        self.shared = node_merging_of_one_program(graph, self.cluster.device.compiler).shared
 
     def search(self) -> OneStageSearch:
         request = StageRequest(
@@ -241,7 +246,7 @@ class Priced:
             total += self.collective(step.backward, size, step.axes) if step.backward and array.differentiated else 0.0
         return total
 
-    def shard_bytes(self, value: int, spec: Spec) -> float:
+    def _shard_bytes(self, value: int, spec: Spec) -> float:
         return 4.0 * math.prod(spec.local_shape(self.graph.values[value].shape, self.sizes))
 
     def _work_seconds(self, index: int, choice: Any) -> float:
@@ -326,7 +331,7 @@ class Priced:
             for value, spec in zip(graph.operators[index].results, operators[index].algorithm.results, strict=True):
                 if value is not None:
                     have[value] = spec
-        shared = node_merging_of_one_program(graph, self.cluster.device.compiler).shared
+        shared = self.shared
         for value in self.kept & (shared.keys() - problem.shared_node.keys()):  # their readers follow
             maker = graph.operators[graph.producer[value][0]]
             size += maker.repeats * self.shard_bytes(value, have[value])
@@ -348,12 +353,12 @@ class Priced:
                 target = algorithm.operands[position]
                 often = 1 if self.is_summed_last(value) else m * operator.operand_repeats[position]
                 seconds += often * self.move_seconds(value, have[value], target, runs)
-                of_parameters = operator.name == "scan_slice" and value in values_of_parameters(graph)
+                of_parameters = operator.name == "scan_slice" and value in self.of_parameters
                 if of_parameters and have[value].shards(self.sizes) > target.shards(self.sizes):
                     seconds = math.inf  # rows of parameters are gathered in a loop, not before it
                 if value in self.kept and value in graph.producer and value not in shared:
                     size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
-                elif value not in gathered and self.is_kept_gathered(operator, value):
+                elif value not in gathered and self.is_kept_gathered(index, value):
                     gathered.add(value)
                     if target.shards(self.sizes) < math.prod(self.sizes.values()):
                         size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
@@ -365,7 +370,7 @@ class Priced:
                 seconds += often * self.move_seconds(value, have[value], target, 1)
         return seconds, size
 
-    def is_summed_last(self, value: int) -> bool:
+    def _is_summed_last(self, value: int) -> bool:
         """Whether a number is summed over devices once for all microbatches: if a result of the step is linear in it,
         and nothing else is made of it."""
         graph = self.graph
@@ -380,12 +385,12 @@ class Priced:
         scales = (operator.name == "mul" and fixed[1 - at]) or (operator.name == "div" and at == 0 and fixed[1])
         return (scales or operator.name in ("add", "sub", "neg")) and self.is_summed_last(operator.results[0])
 
-    def is_kept_gathered(self, operator: Operator, value: int) -> bool:
+    def _is_kept_gathered(self, index: int, value: int) -> bool:
         """Of what a product's gradients read and the program makes of data, the copy that was gathered for it."""
-        products = ("dot_general", "conv_general_dilated")
+        operator, products = self.graph.operators[index], ("dot_general", "conv_general_dilated")
         return (
             operator.name in products and operator.region is None and value in self.graph.producer
-            and value not in values_of_parameters(self.graph) and value in read_by_backward(self.graph, operator)
+            and value not in self.of_parameters and value in read_by_backward(self.graph, operator)
         )  # fmt: skip
 
 

@@ -125,7 +125,14 @@ def test_tpus_have_splash_attention_for_heads_of_128(size: int) -> None:
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == (size == 128)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(True), Mask(True, 100), Mask(True, 200, 128)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(),
+        Mask(True, 200, 128),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (Mask(True), Mask(True, 100))),
+    ],
+)
 def test_splash_attention_is_what_blocks_are(mask: Mask) -> None:
     query, key, value, _, cotangent = operands(batch=1, queries=256, keys=256, size=128)
     options: dict[str, Any] = {"mask": mask, "scale": 128**-0.5}

@@ -33,13 +33,15 @@ def test_plans_are_made_for_what_the_environment_gives(
     target = load_target("mlp-tiny")
     monkeypatch.setenv(name, "0.5")
     limits = [
-        plan_for(target.step, target.example_args, cluster=one, stages=stages).plan.stages[0].memory_limit_bytes
+        plan_for(target.step, target.example_args, cluster=one, stages=stages, microbatches=1)
+        .plan.stages[0]
+        .memory_limit_bytes
         for one in ("dgx-h100:2", H100, "tpu-v5e:8")
     ]
     assert limits[0] == 0.5 * H100.device.memory_bytes
     assert limits[1:] == [one.device.usable_memory_bytes for one in (H100, load_cluster("tpu-v5e:8"))]
     limited = plan_for(
-        target.step, target.example_args, cluster="dgx-h100:2", stages=stages, memory_per_device=6e6
+        target.step, target.example_args, cluster="dgx-h100:2", stages=stages, microbatches=1, memory_per_device=6e6
     ).plan
     assert limited.stages[0].memory_limit_bytes == 6e6
 

@@ -44,7 +44,13 @@ def planned(traces: Traces, target: Any, preset: str, **options: Any) -> Plannin
 
 
 @pytest.mark.parametrize(
-    "text", ["deepspeed_3d(tp=2, pp=2, zero=1)", "gpipe(4)", "megatron(tp=2, pp=2, chunks=2)", "zero(stage=3)"]
+    "text",
+    [
+        pytest.param("deepspeed_3d(tp=2, pp=2, zero=1)", marks=pytest.mark.slow),
+        "gpipe(4)",
+        "megatron(tp=2, pp=2, chunks=2)",
+        "zero(stage=3)",
+    ],
 )
 def test_the_best_number_of_microbatches_is_taken(small: Any, text: str) -> None:
     traces = traces_of(small.step)

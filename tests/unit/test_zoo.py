@@ -82,10 +82,7 @@ def test_model_flops_are_those_of_the_traced_products(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("gpt-tiny", "wresnet-tiny", "mlp-tiny") else pytest.param(name, marks=pytest.mark.slow)
-        for name in TINY
-    ],
+    [name if name in ("gpt-tiny", "mlp-tiny") else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
 )
 def test_tiny_models_learn(name: str) -> None:
     target = zoo.build(name)
