@@ -143,7 +143,7 @@ CASES = {
     "a shared value": Case(step=shared_value, args=({"a": array(3, 6), "b": array(6, 6)}, array(8, 3))),
     "mlp": Case(
         step=mlp, args=({"w": array(3, 4), "b": array(4)}, (array(8, 3), array(8, 4))),
-        pins={"args?1??1?": (("x",), ())},
+        pins={"args?0???w??": ((), ("x",)), "args?1??1?": (("x",), ())},
     ),
     "one matmul on two axes": Case(step=one_matmul, args=(array(3, 4), array(4, 3)), mesh=(2, 2)),
     "a parameter split on two dims": Case(

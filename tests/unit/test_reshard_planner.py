@@ -280,7 +280,10 @@ LARGE = {name: (network, moves) for name, network, moves in benchmark().large_mo
 HARSHEST = "128 devices to 2 x 256, 1 a host"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == HARSHEST else n for n in LARGE])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == HARSHEST or n.startswith("64 devices to 2"))) for n in LARGE],
+)
 def test_large_moves_are_planned_in_time(name, usual_seconds):
     network, moves = LARGE[name]
     unit_tasks = 226_368 if name.startswith("Llama") else 4096 if name.startswith("64") else 32768
