@@ -27,10 +27,10 @@ SMALL = replace(
     gpt.CONFIGS["gpt-tiny"], sequence=64, global_batch=16, hidden=64, heads=4, layers=LAYERS, dtype="bfloat16"
 )
 CASES: dict[str, dict[str, Any]] = {
-    "no remat": {"remat": "none", "microbatches": 1},
-    "remat": {"remat": "layer", "microbatches": 1},
-    "microbatches": {"remat": "none", "microbatches": 2},
-    "stored split": {"remat": "none", "microbatches": 1, "zero": 3},
+    "no remat": {"remat": "none", "microbatches": 1, "mesh": (8,)},
+    "remat": {"remat": "layer", "microbatches": 1, "mesh": (8,)},
+    "microbatches": {"remat": "none", "microbatches": 2, "mesh": (8,)},
+    "stored split": {"remat": "none", "microbatches": 1, "zero": 3, "mesh": (8,)},
     "a mesh of two axes": {"remat": "none", "microbatches": 1, "mesh": (2, 4)},
 }
 

@@ -92,6 +92,29 @@ class Target:
     parameters: int
 
 
+@jax.tree_util.register_static
+class _Parameters:
+    """Stands for the parameters in an optimizer state: a pytree without leaves, so that no leaf is traced."""
+
+
+def _abstract_state(transformation: optax.GradientTransformation, params: Any) -> State:
+    """The state of a model without statistics, of `jax.ShapeDtypeStruct`s.
+
+    The optimizers here keep arrays like the parameters, or scalars: the shapes of the former are not traced, which for
+    the thousands of arrays of a large model takes most of the time to build it.
+    """
+
+    def is_parameters(node: Any) -> bool:
+        return isinstance(node, _Parameters)
+
+    def like(node: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf, params) if is_parameters(node) else node
+
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    opt = jax.eval_shape(lambda: transformation.init(_Parameters()))  # pyrefly: ignore[bad-argument-type]
+    return {"params": params, "opt": jax.tree.map(like, opt, is_leaf=is_parameters), "step": step}
+
+
 def make_target(model: Model, *, optimizer: Optimizer = "adam") -> Target:
     """Joins a model and an optimizer into a `Target`.
 
@@ -138,8 +161,7 @@ def make_target(model: Model, *, optimizer: Optimizer = "adam") -> Target:
     def make_batch(key: jax.Array) -> Batch:
         return model.make_batch(parameters.generator(key))
 
-    # Only the optimizer is traced: declaring the parameters needs no trace, however many there are.
-    example_state = jax.eval_shape(start, parameters.abstract(model.params))
+    example_state = _abstract_state(transformation, parameters.abstract(model.params))
     if model.statistics is not None:
         example_state["statistics"] = parameters.abstract(model.statistics)
     return Target(
