@@ -13,9 +13,11 @@ from meshwright.targets import load_target
 pytestmark = pytest.mark.compiled
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_plan_for_devices_at_hand_is_compiled_for_them(stages: int) -> None:
-    target = load_target("gpt-tiny")
+@pytest.mark.parametrize(
+    ("name", "stages"), [("mlp-tiny", 2), ("gpt-tiny", 1), pytest.param("gpt-tiny", 2, marks=pytest.mark.slow)]
+)
+def test_a_plan_for_devices_at_hand_is_compiled_for_them(name: str, stages: int) -> None:
+    target = load_target(name)
     found = plan_for(target.step, target.example_args, cluster="local", stages=stages, check="compile")
     assert any(note.startswith("compiled for cpu: ") and "fits" in note for note in found.plan.notes)
     assert [one.what for one in found.considered][-1] == "compiled"

@@ -83,8 +83,16 @@ def _samples(p: Any, batch: Any, key: Any) -> Any:
     return jnp.mean(scores) - jnp.mean(picked * mapped * folded), (chosen, scores)
 
 
-@pytest.mark.parametrize("options", RUNS, ids=str)
-@pytest.mark.parametrize("loss", [_layers, _samples])
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (_layers, RUNS[0]),
+        (_samples, RUNS[1]),
+        pytest.param(_layers, RUNS[1], marks=pytest.mark.slow),
+        pytest.param(_samples, RUNS[0], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_draws_are_those_of_one_device(loss: Any, options: dict[str, Any]) -> None:
     assert_as_on_one_device(step_of(loss), PARAMETERS, (X, TOKENS), jax.random.key(7), steps=2, **options)
 
@@ -103,7 +111,7 @@ def test_keys_and_counters_come_back_as_they_went_in(make_key: Any) -> None:
         return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, state["p"], gradients), **kept}, value
 
     state = {"p": PARAMETERS, "key": make_key(3), "count": jnp.uint32(0)}
-    assert_as_on_one_device(step, state, X, microbatches=4)
+    assert_as_on_one_device(step, state, X, microbatches=4, stages=1)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def on_one_device() -> tuple[Any, list[float]]:
     "options",
     [
         {"stages": 2, "microbatches": 4},
-        {"stages": 4, "schedule": "gpipe", "microbatches": 2},
+        pytest.param({"stages": 4, "schedule": "gpipe", "microbatches": 2}, marks=pytest.mark.slow),
         {"preset": "pipedream(2)", "microbatches": 1},
         {"stages": None},
         {"submeshes": (2, 2, 4), "microbatches": 2},
@@ -151,7 +151,7 @@ def test_stages_that_do_not_fit() -> None:
 
 def test_a_tight_limit_is_kept_by_the_traced_programs() -> None:
     """Less memory than the fastest plan of two stages takes: another plan, and its count obeys."""
-    target = zoo.mlp(width=256, layers=8, batch=512)
+    target = zoo.mlp(width=256, layers=4, batch=512)
     args = (target.example_state, target.example_batch)
     free = mw.plan_for(target.step, args, stages=2)
     most = max(stage.memory.total for stage in free.plan.stages)

@@ -49,7 +49,7 @@ def clipped_step(state: Any, x: Any, y: Any) -> Any:
         Pipeline(schedule="one_f_one_b", microbatches=8, submeshes=(4, 2, 2)),
         Pipeline(schedule="eager_one_f_one_b", options=(("split_backward", 1),), submeshes=(2, 2, 2, 2)),
         Pipeline(schedule="adaptive", options=(("warm_up", (2, 1)),), submeshes=(2, 2, 4)),
-        Pipeline(schedule="gpipe", microbatches=1),
+        pytest.param(Pipeline(schedule="gpipe", microbatches=1), marks=pytest.mark.slow),
     ],
     ids=lambda p: f"{p.schedule}-{p.microbatches}",
 )
@@ -123,10 +123,14 @@ def stacked_step(dim: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("submeshes", "layers", "trips", "schedule"),
-    [((4, 4), (2, 2), (3, 2), "one_f_one_b"), ((2, 2, 4), (2, 1, 2), (1, 3, 1), "zero_bubble")],
+    ("submeshes", "layers", "trips", "schedule", "dim"),
+    [
+        ((4, 4), (2, 2), (3, 2), "one_f_one_b", 1),
+        ((2, 2, 4), (2, 1, 2), (1, 3, 1), "zero_bubble", 0),
+        pytest.param((4, 4), (2, 2), (3, 2), "one_f_one_b", 0, marks=pytest.mark.slow),
+        pytest.param((2, 2, 4), (2, 1, 2), (1, 3, 1), "zero_bubble", 1, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("dim", [0, 1])
 def test_a_stack_cut_by_trips(
     submeshes: tuple[int, ...], layers: tuple[int, ...], trips: tuple[int, ...], schedule: str, dim: int
 ) -> None:

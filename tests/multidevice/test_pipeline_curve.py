@@ -44,7 +44,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "pipeline"), CASES, ids=lambda x: getattr(x, "schedule", x))
 def test_no_device_holds_more_than_predicted(name: str, pipeline: Pipeline) -> None:
-    target = zoo.mlp(width=256, layers=6, batch=256) if name == "mlp" else zoo.build(name)
+    target = zoo.mlp(width=256, layers=4, batch=256) if name == "mlp" else zoo.build(name)
     assert_as_predicted(pipelined(target.step, (target.example_state, target.example_batch), pipeline), target)
 
 

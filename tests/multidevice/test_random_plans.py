@@ -218,8 +218,20 @@ def truth(name: str) -> Any:
     return _TRUTHS[name]
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", PROGRAMS)
+# Every program and every mesh; of few programs every mesh.
+QUICK = [(name, MESHES[number % len(MESHES)]) for number, name in enumerate(PROGRAMS)]
+QUICK += [(name, shape) for name in ("perceptron", "images") for shape in MESHES if (name, shape) not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(name, shape, marks=[] if (name, shape) in QUICK else pytest.mark.slow)
+        for name in PROGRAMS
+        for shape in MESHES
+    ],
+    ids=str,
+)
 def test_a_random_plan_gives_the_results_and_gradients_of_one_device(name: str, shape: tuple[int, ...]) -> None:
     assert_plan_agrees(name, shape, seed=0)
 

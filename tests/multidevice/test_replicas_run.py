@@ -115,7 +115,8 @@ def test_adam_with_a_global_norm_and_state_of_its_own() -> None:
     assert_as_on_one_device(step, state, *data(), zero=3, devices=(2, 4, 1))
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", pytest.param("moe-tiny", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-tiny", "moe-tiny"])
 def test_models(name: str) -> None:
     target = zoo.build(name, global_batch=16)
     state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))

@@ -61,10 +61,20 @@ print(move())
 @pytest.mark.parametrize(
     ("target", "network", "dtype"),
     [
-        *((target, network, "float32") for target in ("whole", "columns", "over") for network in ("one", "hosts")),
-        ("columns", "one", "bfloat16"),
+        ("whole", "hosts", "float32"),
+        ("columns", "one", "float32"),
         ("columns", "hosts", "bfloat16"),
         ("over", "one", "float8_e4m3fn"),
+        *(
+            pytest.param(*options, marks=pytest.mark.slow)
+            for options in (
+                ("whole", "one", "float32"),
+                ("columns", "hosts", "float32"),
+                ("columns", "one", "bfloat16"),
+                ("over", "one", "float32"),
+                ("over", "hosts", "float32"),
+            )
+        ),
     ],
 )
 def test_a_device_holds_two_chunks_and_no_more(target: str, network: str, dtype: str) -> None:

@@ -102,7 +102,8 @@ state, batch = jax.tree.map(np.asarray, (perceptron(), data()))
 """
 # By either transport the numbers of one device, and each other's to the bit.
 _EITHER_TRANSPORT = """
-planned, naive = (check(step, state, batch, PIPELINE, transport=name) for name in ("planned", "naive"))
+steps = {name: pipelined(step, (state, batch), PIPELINE, transport=name) for name in ("planned", "naive")}
+planned, naive = (follow(one, step, state, batch, steps=2) for one in steps.values())
 assert planned and all(a.tobytes() == b.tobytes() for a, b in zip(planned, naive, strict=True))
 print("either transport")
 """
@@ -111,9 +112,11 @@ _REPLICAS = """
 from meshwright.planning.plan_for import plan_for
 from meshwright.runtime.pipeline.step import PipelinedStep
 from test_replicas_run import mixed
-target = zoo.mlp(width=32, layers=4, batch=32)
-state = jax.tree.map(np.asarray, jax.jit(target.init)(jax.random.key(0)))
-batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
+target = zoo.mlp(width=32, layers=2, batch=32)
+draw = np.random.default_rng(0)
+state, batch = jax.tree.map(
+    lambda x: np.abs(0.1 * draw.standard_normal(x.shape)).astype(x.dtype), (target.example_state, target.example_batch)
+)
 found = plan_for(
     target.step, (state, batch), cluster=mixed(4, 4), microbatches=8, stages=None, schedule="replicas", zero=1
 )
@@ -123,7 +126,7 @@ print("replicas")
 """
 # Moved by `reshard`, the state of one plan is that of another; a step itself moves no arguments between processes.
 _ANOTHER_PLAN = """
-one, other = (pipelined(step, (state, batch), Pipeline(submeshes=s, microbatches=2)) for s in ((2, 2, 4), (4, 4)))
+one, other = pipelined(step, (state, batch), Pipeline(submeshes=(2, 2, 4), microbatches=2)), steps["planned"]
 expected, alone = state, jax.jit(step)
 state, _ = one(state, batch)
 for _ in range(2):

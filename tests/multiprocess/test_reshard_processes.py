@@ -56,7 +56,7 @@ def outputs(folder: Path, text: str, processes: int = 2) -> list[str]:
 _DTYPES = """
 from test_reshard import DTYPES, any_bits
 source, target = on(range(4), (2, 2), ("x", "y")), on((6, 7, 0, 1), (2, 2), (None, "x"))
-wanted = {name: any_bits(name, (16, 12)) for name in DTYPES}
+wanted = {name: any_bits(name, (16, 12)) for name in DTYPES[::EVERY]}
 moved = mw.reshard({name: whole(x, source) for name, x in wanted.items()}, target)
 for name, x in wanted.items():
     check(moved[name], x, target)
@@ -105,7 +105,7 @@ print("pairs", len(kinds))
 # Any meshes, overlapping or not, any layouts; relays in small chunks; buffers within bounds.
 _RANDOM_MOVES = """
 pick, total, relayed = random.Random(1), 0, 0
-for number in range(12):
+for number in range(MOVES):
     shape = tuple(pick.choice([8, 16, 24]) for _ in range(pick.choice([1, 2, 3])))
     sides = []
     for _ in range(2):
@@ -160,13 +160,18 @@ def assert_differences_are_told(found: list[str], differences: tuple[str, ...]) 
         assert all(len(line) == 1 and "one plan in all processes" in line[0] for line in lines), found
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_moves_arrive_to_the_bit_and_processes_that_disagree_are_told_before(tmp_path: Path, processes: int) -> None:
-    """Every dtype, pairs that stock `device_put` refuses, random moves; another sharding or value in one process."""
+@pytest.mark.parametrize(
+    ("processes", "every", "dtypes", "moves"), [(2, 4, 7, 6), pytest.param(4, 1, 25, 12, marks=pytest.mark.slow)]
+)
+def test_moves_arrive_to_the_bit_and_processes_that_disagree_are_told_before(
+    tmp_path: Path, processes: int, every: int, dtypes: int, moves: int
+) -> None:
+    """Dtypes of every width, pairs that stock `device_put` refuses, random moves; then differences in one process."""
     differences = "sharding", "host"
     told = _DIFFERENCES.replace("WHAT", repr(differences))
-    found = outputs(tmp_path, _DTYPES + _PAIRS + _RANDOM_MOVES + told, processes)
-    assert all("dtypes 25" in output for output in found), found
+    numbers = f"EVERY, MOVES = {every}, {moves}\n"
+    found = outputs(tmp_path, numbers + _DTYPES + _PAIRS + _RANDOM_MOVES + told, processes)
+    assert all(f"dtypes {dtypes}\n" in output for output in found), found
     assert all("pairs 10" in output and "stock moves" not in output for output in found), found
     assert all("random moves" in output and "relayed 0" not in output for output in found), found
     assert_differences_are_told(found, differences)
@@ -179,12 +184,15 @@ def test_other_differences_are_told(tmp_path: Path) -> None:
     assert_differences_are_told(found, differences)
 
 
-def test_domains_of_several_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "moves", ["moves[::2]", pytest.param("moves[1::2]", marks=pytest.mark.slow)], ids=["to replicas", "to blocks"]
+)
+def test_domains_of_several_processes(tmp_path: Path, moves: str) -> None:
     """Two processes in each fast domain; or two machines, one a device, the other all the rest: what enters a domain,
     or is there from the beginning, is handed on to its other processes too."""
     found = outputs(
         tmp_path,
-        """
+        f"""
 from meshwright.resharding import Host, Network, Nic, uniform_network
 ids = [d.id for d in devices]
 nic = Nic(send_rate=1e9, receive_rate=1e9)
@@ -198,7 +206,7 @@ moves = [
     (on(range(8), (8,), ("x",)), on(range(8), (4, 2), ("y",))),
 ]
 for network in (pairs, uneven):
-    for source, target in moves:
+    for source, target in {moves}:
         moved = mw.reshard(whole(x, source), target, network=network, chunk_bytes=1 << 12)
         check(moved, x, target)
 print("moved")
