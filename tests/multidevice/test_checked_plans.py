@@ -14,7 +14,8 @@ pytestmark = pytest.mark.compiled
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"), [("mlp-tiny", 2), ("gpt-tiny", 1), pytest.param("gpt-tiny", 2, marks=pytest.mark.slow)]
+    ("name", "stages"),
+    [("mlp-tiny", 1), ("mlp-tiny", 2), *(pytest.param("gpt-tiny", n, marks=pytest.mark.slow) for n in (1, 2))],
 )
 def test_a_plan_for_devices_at_hand_is_compiled_for_them(name: str, stages: int) -> None:
     target = load_target(name)

@@ -325,7 +325,7 @@ def _sums_of_numbers(step: Any, arguments: Any, **options: Any) -> int:
     return sum(e.primitive.name.startswith("psum") and e.outvars[0].aval.shape == () for e in inside)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "wresnet-tiny", "moe-tiny"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "wresnet-tiny", pytest.param("moe-tiny", marks=pytest.mark.slow)])
 def test_no_microbatch_waits_for_the_sum_of_its_loss(name: str) -> None:
     """Data parallel in four microbatches: devices meet to sum the loss once a step, not in the loop."""
     target = zoo.build(name, global_batch=32)

@@ -44,7 +44,7 @@ def on_one_device() -> tuple[Any, list[float]]:
     [
         {"stages": 2, "microbatches": 4},
         pytest.param({"stages": 4, "schedule": "gpipe", "microbatches": 2}, marks=pytest.mark.slow),
-        {"preset": "pipedream(2)", "microbatches": 1},
+        pytest.param({"preset": "pipedream(2)", "microbatches": 1}, marks=pytest.mark.slow),
         {"stages": None},
         {"submeshes": (2, 2, 4), "microbatches": 2},
     ],

@@ -85,7 +85,7 @@ def test_zero_scatters_gradients_and_gathers_parameters(stage: int) -> None:
     assert_as_on_one_device(target, planning)
 
 
-@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("tp", [2, pytest.param(8, marks=SLOW)])
 def test_megatron_sums_four_activations_a_layer_but_for_the_input(tp: int) -> None:
     target, layers = zoo.bert_layers(**BERT), BERT["layers"]
     planning = planned(target, presets.megatron(tp=tp))

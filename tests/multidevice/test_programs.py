@@ -138,15 +138,15 @@ def of_jitted_layers(p, b):
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
-        (scanned, {"zero": 3, "microbatches": 2}),
+        (scanned, {"zero": 3, "microbatches": 2, "stages": 2}),
         (scanned_and_rematerialised, SPLIT_OUT),
         (scanned_and_rematerialised, {"zero": 1, "microbatches": 4}),
-        (rematerialised, {"zero": 3, "microbatches": 2}),
-        (looped, {"zero": 1}),
-        (until_small, {"zero": 1}),
-        (branching, {"zero": 1}),
+        (rematerialised, {"zero": 3, "microbatches": 2, "stages": 2}),
+        (looped, {"zero": 1, "stages": 1}),
+        (until_small, {"zero": 1, "stages": 2}),
+        (branching, {"zero": 1, "stages": 2}),
         (behind_a_barrier, SPLIT_OUT),
-        (branching_on_parameters, {"zero": 1}),
+        (branching_on_parameters, {"zero": 1, "stages": 1}),
         # No dim of the cond passes through both branches and their derivatives: it is whole, and said to be.
         pytest.param(
             branching_on_parameters, {"mesh": (8,)}, marks=pytest.mark.filterwarnings("ignore:cond at .* runs whole")
@@ -164,7 +164,7 @@ def test_control_flow_and_derivatives(loss: Loss, options: dict[str, Any]) -> No
     [
         {**TENSOR, "pins": {"*['embedding']": ("model", None)}},
         {**TENSOR, "pins": {"*['embedding']": (None, "model")}},
-        {"zero": 3, "microbatches": 2},
+        {"zero": 3, "microbatches": 2, "stages": 1},
     ],
 )
 def test_tied_weights(options: dict[str, Any]) -> None:
@@ -194,8 +194,9 @@ def test_tied_weights(options: dict[str, Any]) -> None:
 )
 def test_microbatches_add_up(loss: Loss, reduction: str | None, microbatches: int) -> None:
     assert_as_on_one_device(
-        sgd(loss), PARAMETERS, (X, Y), microbatches=microbatches, zero=microbatches // 2, reduction=reduction
-    )
+        sgd(loss), PARAMETERS, (X, Y), microbatches=microbatches, zero=microbatches // 2, reduction=reduction,
+        stages=microbatches // 2,
+    )  # fmt: skip
 
 
 MASK = jnp.asarray(_RANDOM.random(32) < 0.7, jnp.float32)
@@ -252,7 +253,7 @@ def test_batch_statistics_and_auxiliary_results() -> None:
 
     state = (PARAMETERS, {"mean": jnp.zeros(16)})
     assert_as_on_one_device(step, state, (X, Y), mesh=(8,), zero=1)
-    assert_as_on_one_device(step, state, (X, Y), zero=3)
+    assert_as_on_one_device(step, state, (X, Y), zero=3, stages=1)
     with pytest.raises(PlanError, match="examples meet each other"):
         mw.plan_for(step, (state, (X, Y)), microbatches=2)
     # Each microbatch with statistics of its own.
@@ -290,7 +291,7 @@ def test_each_microbatch_draws_its_own_numbers_and_a_run_repeats(make_key: Any) 
         (value, mask), gradient = mw.value_and_grad(loss, has_aux=True)(w)
         return w - gradient, (value, mask)
 
-    runs = [mw.parallelize(step, microbatches=2)(array(16, 4) * 0, X, make_key(3)) for _ in range(2)]
+    runs = [mw.parallelize(step, microbatches=2, stages=1)(array(16, 4) * 0, X, make_key(3)) for _ in range(2)]
     assert_equal_trees(runs[0], runs[1], rtol=0, atol=0)
     mask = np.asarray(runs[0][1][1])
     assert (mask[:16] != mask[16:]).any()
@@ -404,7 +405,7 @@ def test_numpy_arguments_stay_as_they_are() -> None:
     state = {name: np.array(x, np.float64) for name, x in PARAMETERS.items()}
     batch = (np.array(X, np.float64), np.array(Y))
     before = copy(state)
-    parallel = assert_as_on_one_device(sgd(looped), state, batch, zero=1)
+    parallel = assert_as_on_one_device(sgd(looped), state, batch, zero=1, stages=1)
     assert len(parallel._steps) == 1  # 64-bit numbers became 32-bit ones without planning again
     for name, x in state.items():
         np.testing.assert_array_equal(x, before[name])
@@ -468,7 +469,7 @@ def _told(x, w):
 @pytest.mark.parametrize(
     ("region", "options"),
     [
-        (jax.shard_map(_ring, mesh=MESH, in_specs=(P("rows"), P()), out_specs=P("rows")), {"zero": 1}),
+        (jax.shard_map(_ring, mesh=MESH, in_specs=(P("rows"), P()), out_specs=P("rows")), {"zero": 1, "stages": 2}),
         (
             jax.shard_map(
                 _collectives, mesh=MESH, in_specs=(P("rows", "columns"), P(None, "columns")), out_specs=P("rows")
@@ -485,7 +486,7 @@ def _told(x, w):
             ),
             SPLIT_OUT,
         ),
-        (_told, {"zero": 1}),
+        (_told, {"zero": 1, "stages": 1}),
     ],
     ids=["ring", "collectives", "two axes on one dim", "sharding constraint"],
 )

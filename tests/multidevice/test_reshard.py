@@ -61,7 +61,9 @@ def any_bits(name: str, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("network", [None, 2], ids=["one host", "hosts of two"])
 def test_every_dtype(network: int | None) -> None:
     source, target = on(range(4), (2, 2), ("x", "y")), on((6, 7, 0, 1), (2, 2), (None, "x"))
-    given = {name: any_bits(name, (64, 12)) for name in DTYPES}
+    # Between hosts `make test` moves them all by the pipelines' transport below.
+    names = DTYPES[:: 3 if network else 1]
+    given = {name: any_bits(name, (64, 12)) for name in names}
     tree = jax.device_put(given, source)
     moved = mw.reshard(tree, target, network=hosts(network) if network else None)
     for name, x in given.items():

@@ -62,7 +62,7 @@ def test_a_checkpoint_of_stages_in_two_processes(tmp_path: Path) -> None:
     assert_runs(tmp_path, f'saved({str(path)!r}, "two stages")\ncheck({str(path)!r}, "zero 3")', processes=2)
     from test_checkpoints import BATCH, losses, make_state, step
 
-    parallel = mw.parallelize(step)
+    parallel = mw.parallelize(step, stages=1)
     with ocp.StandardCheckpointer() as checkpointer:
         state = checkpointer.restore(
             path, parallel.abstract_state(make_state, jax.random.key(0), batch=BATCH)

@@ -20,11 +20,11 @@ batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
 """
 
 
-def outputs(folder: Path, text: str) -> list[str]:
+def outputs(folder: Path, text: str, processes: int = 4) -> list[str]:
     """What each process prints."""
     result = run(
-        write_script(folder, _HEAD + text), processes=4, devices_per_process=2, log_dir=folder, timeout_seconds=240,
-        environment={"JAX_PLATFORMS": "cpu"},
+        write_script(folder, _HEAD + text), processes=processes, devices_per_process=8 // processes, log_dir=folder,
+        timeout_seconds=240, environment={"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     result.check()
     return [process.output() for process in result.processes]
@@ -39,7 +39,7 @@ try:
     mw.parallelize(target.step, memory_per_device=1000.0, microbatches=1)(state, batch)
 except mw.PlanError as error:
     print("unplanned:", error)
-if place == 3:
+if place == jax.process_count() - 1:
     plan = mw.plan_for(target.step, args, cluster=load_cluster("local"), stages=2, microbatches=2).plan
 try:
     mw.parallelize(target.step, plan=plan)(state, batch)
@@ -49,9 +49,14 @@ except mw.PlanError as error:
 
 
 @pytest.mark.parametrize(
-    "options", ["stages=2, microbatches=4", pytest.param("stages=1, microbatches=2", marks=pytest.mark.slow)]
+    ("options", "processes"),
+    [
+        ("stages=2, microbatches=4", 2),
+        pytest.param("stages=2, microbatches=4", 4, marks=pytest.mark.slow),
+        pytest.param("stages=1, microbatches=2", 4, marks=pytest.mark.slow),
+    ],
 )
-def test_a_step_in_four_processes(tmp_path: Path, options: str) -> None:
+def test_a_step_in_several_processes(tmp_path: Path, options: str, processes: int) -> None:
     """Losses as on one device, in every process, from the plan of process 0; what cannot run is refused in each."""
     found = outputs(
         tmp_path,
@@ -78,13 +83,14 @@ for _ in range(3):
     np.testing.assert_allclose(float(value), float(wanted), rtol=1e-4)
 """
         + _REFUSED,
+        processes,
     )
     plans = {line for output in found for line in output.splitlines() if line.startswith("plan")}
     assert len(plans) == 1, plans
     assert all("unplanned:" in output and "usable on a device" in output for output in found), found
     assert "from process 0" in found[1]
     assert all("differing: refused to run the plan" in output for output in found), found
-    assert "in processes 3" in found[0]
+    assert f"in processes {processes - 1}" in found[0]
 
 
 @pytest.mark.slow
