@@ -59,6 +59,7 @@ def test_a_clipped_perceptron(pipeline: Pipeline) -> None:
     assert_as_on_one_device(clipped_step, (params, _OPTIMIZER.init(params)), *data(), pipeline=pipeline)
 
 
+@pytest.mark.slow
 def test_a_tied_embedding() -> None:
     target = zoo.build("gpt-tiny")
     state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))
@@ -78,6 +79,7 @@ def dropout_step(state: Any, x: Any, y: Any, key: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
 
 
+@pytest.mark.slow
 def test_dropout_draws_what_the_whole_batch_draws() -> None:
     args = perceptron(), *data(), jax.random.key(7)
     assert_as_on_one_device(dropout_step, *args, pipeline=Pipeline(microbatches=4))

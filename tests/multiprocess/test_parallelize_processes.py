@@ -1,4 +1,4 @@
-"""`parallelize` in four processes: one plan for all, state created where it is kept, results that all can read."""
+"""`parallelize` in several processes: one plan for all, state created where it is kept, results that all can read."""
 
 from __future__ import annotations
 
