@@ -91,7 +91,7 @@ def _samples(p: Any, batch: Any, key: Any) -> Any:
         pytest.param(_layers, RUNS[1], marks=pytest.mark.slow),
         pytest.param(_samples, RUNS[0], marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=lambda one: one.__name__.strip("_") if callable(one) else str(one),
 )
 def test_draws_are_those_of_one_device(loss: Any, options: dict[str, Any]) -> None:
     assert_as_on_one_device(step_of(loss), PARAMETERS, (X, TOKENS), jax.random.key(7), steps=2, **options)
