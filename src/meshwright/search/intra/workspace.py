@@ -122,7 +122,8 @@ def worst_moments(graph: Graph, *, is_one_program: bool = False, platform: str =
         if writes is not None:
             read = writes.heads(read, kept | others, region)
         read -= kept | others
-        turned = {} if writes is None else writes.turned(region, kept)
+        # Of stages the stacks are arguments of the backward program, which lie as they are given.
+        turned = writes.turned(region, kept) if writes is not None and is_one_program else {}
         again, again_bytes, worst = set[int](), 0.0, -1.0
         moment: Moment | None = None
         for operator in region:
