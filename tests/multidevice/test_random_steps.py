@@ -34,11 +34,7 @@ def assert_as_on_one_device(seeds: Sequence[int]) -> None:
     assert len(refused) <= len(ends) // 4, refused
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [pytest.param(SEEDS[0], marks=pytest.mark.slow), SEEDS[1]],
-    ids=lambda seeds: f"from {seeds[0]}",
-)
+@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"from {seeds[0]}")
 def test_a_random_step(seeds: Sequence[int]) -> None:
     assert_as_on_one_device(seeds)
 

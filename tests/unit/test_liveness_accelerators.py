@@ -263,3 +263,32 @@ def test_a_softmax_of_gpus_reads_what_it_normalises_unless_its_maxima_are_kept(*
     program = dataflow_of(weights, *shapes, platform="gpu")
     made = [kernel.operation.name for kernel in Fusion(program).run()]
     assert ("select_n" in made) != is_kept
+
+
+def test_a_reduction_that_something_with_several_results_reads_is_no_softmax() -> None:
+    """A loop that carries the maxima, and two arrays of it."""
+
+    def carried(scores: jax.Array, mask: jax.Array, rows: jax.Array) -> Any:
+        masked = jnp.where(mask, 2 * scores, -1e9)
+        return lax.scan(lambda total, row: (total + row, total * row), masked.max(-1), rows), jnp.exp(masked)
+
+    shapes = [((128, 128), jnp.float32), ((128, 128), jnp.bool), ((4, 128), jnp.float32)]
+    program = dataflow_of(carried, *(jax.ShapeDtypeStruct(*one) for one in shapes), platform="gpu")
+    made = [kernel.operation.name for kernel in Fusion(program).run()]
+    assert "scan" in made
+    assert "select_n" not in made
+
+
+def test_a_stack_is_copied_in_a_branch_that_turns_its_slices() -> None:
+    """What a branch reads lies as the compiler likes."""
+
+    def branching(flag: jax.Array, x: jax.Array, rows: jax.Array) -> jax.Array:
+        def turned(x: jax.Array, rows: jax.Array) -> jax.Array:
+            return lax.scan(lambda total, row: (total + row.T, None), x, rows)[0]
+
+        return lax.cond(flag, turned, lambda x, rows: x, x, rows)
+
+    shapes = [((), jnp.bool), ((64, 64), jnp.float32), ((4, 64, 64), jnp.float32)]
+    found = dataflow_of(branching, *(jax.ShapeDtypeStruct(*one) for one in shapes), platform="gpu")
+    (branch,) = (op for op in found.operations if op.kind is Kind.BRANCH)
+    assert [op.name for body in branch.bodies for op in body.operations].count("copy") == 1

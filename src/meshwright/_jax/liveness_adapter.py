@@ -69,7 +69,7 @@ def dataflow_of(
 
 def program_of(
     closed: Any, donated: Sequence[bool] = (), *, partitioned: bool = False, platform: str = "cpu",
-    host_inputs: Collection[int] = (), host_outputs: Collection[int] = (),
+    host_inputs: Collection[int] = (), host_outputs: Collection[int] = (), is_body: bool = False,
 ) -> Program:  # fmt: skip
     """The memory model's program of a closed jaxpr.
 
@@ -80,6 +80,7 @@ def program_of(
       platform: whose compiler orders and fuses it: "cpu", "gpu" or "tpu".
       host_inputs: positions of inputs in the host's memory: on the device from where they are first read.
       host_outputs: positions of results that go there: on the device until they have been computed.
+      is_body: whether it is a branch or a loop's body, whose arguments lie as the compiler likes.
 
     Raises:
       ValueError: see `dataflow_of`.
@@ -92,7 +93,7 @@ def program_of(
     inputs = [var for var in (*jaxpr.constvars, *jaxpr.invars) if var not in there]
     arguments = [reader.value(var.aval) for var in inputs]
     env = dict(zip(inputs, arguments, strict=True))
-    reader.given.update(arguments)
+    reader.given.update(() if is_body else arguments)
     reader.fetched.update(there)
     reader.equations(jaxpr, env)
     outputs = [
@@ -178,7 +179,7 @@ class _Reader(Builder):
             return self._while(equation, operands)
         if name == "cond":
             bodies = tuple(
-                program_of(branch, partitioned=self.partitioned, platform=self.platform)
+                program_of(branch, partitioned=self.partitioned, platform=self.platform, is_body=True)
                 for branch in params["branches"]
             )
             return self.emit(Kind.BRANCH, name, operands, avals, bodies=bodies)
@@ -386,7 +387,7 @@ class _Reader(Builder):
 
         XLA's GPU compiler lets the loop's readers choose how the stack lies, and whoever stacked it lays it otherwise.
         A stack that the program is given, as what a stage's forward pass kept for its backward pass, lies as it is
-        given, and the slices are turned (llama3-405b on 2,048 hosts of H100s: temporaries of a backward pass 8.9 GiB).
+        given, and the slices are turned (docs/compilers.md: llama3-405b).
         """
         found = []
         for var, stack in zip(body.invars[first:], stacks, strict=True):
@@ -455,7 +456,8 @@ class _Reader(Builder):
         skipped, consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
         carries = len(equation.outvars)
         kept = tuple((consts + rank, rank) for rank in range(carries))
-        body = program_of(equation.params["body_jaxpr"], partitioned=self.partitioned, platform=self.platform)
+        jaxpr = equation.params["body_jaxpr"]
+        body = program_of(jaxpr, partitioned=self.partitioned, platform=self.platform, is_body=True)
         body = replace(body, kept=kept)
         avals = [var.aval for var in equation.outvars]
         return self.emit(Kind.LOOP, "while", reads[skipped:], avals, kept=kept, bodies=(body,))

@@ -13,7 +13,7 @@ computed again, and (as compiled programs show: JAX 0.10.2, libtpu 0.0.42, CUDA 
   result as long as nobody else reads what is between; what matrix products alone read in the end is never stored, but
   sums that convolutions read are;
 * a product of a GPU (Triton) takes in what moves, widens or scales an operand; exponentials, divisions and roots are
-  cheap there.
+  cheap there. A softmax of a GPU of which nothing is kept is one kernel, whose operand is stored.
 
 Cost: a few set operations an edge, and one bit set of ancestors per operation.
 """
@@ -334,9 +334,11 @@ class Fusion:
         if kernel.operation.kind is not Kind.REDUCE:
             return False
         user: Kernel | None = kernel
-        while user is not None and user.operation.kind is not Kind.BROADCAST:
+        while user is not None and len(user.writes) == 1:
             user = self._only_user(user)
-        return user is not None
+            if user is None or user.operation.kind not in (Kind.VIEW, Kind.ELEMENTWISE):
+                break
+        return user is not None and user.operation.kind is Kind.BROADCAST
 
     def _is_cheap_everywhere(self, value: int) -> bool:
         """Whether every kernel that reads a value may compute it: else it is there, and read."""

@@ -94,25 +94,20 @@ class Target:
 
 @jax.tree_util.register_static
 class _Parameters:
-    """Stands for the parameters in an optimizer state: a pytree without leaves, so that no leaf is traced."""
+    """Stands for the parameters in a state: a pytree without leaves, so that no leaf is traced."""
 
 
-def _abstract_state(transformation: optax.GradientTransformation, params: Any) -> State:
-    """The state of a model without statistics, of `jax.ShapeDtypeStruct`s.
-
-    The optimizers here keep arrays like the parameters, or scalars: the shapes of the former are not traced, which for
-    the thousands of arrays of a large model takes most of the time to build it.
-    """
+def _with_parameters(state: Any, params: Any) -> Any:
+    """A state with parameters in place of all that stands for them. The optimizers here keep scalars, and arrays like
+    the parameters."""
 
     def is_parameters(node: Any) -> bool:
         return isinstance(node, _Parameters)
 
     def like(node: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf, params) if is_parameters(node) else node
+        return jax.tree.map(lambda leaf: leaf, params) if is_parameters(node) else node  # containers of its own
 
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    opt = jax.eval_shape(lambda: transformation.init(_Parameters()))  # pyrefly: ignore[bad-argument-type]
-    return {"params": params, "opt": jax.tree.map(like, opt, is_leaf=is_parameters), "step": step}
+    return jax.tree.map(like, state, is_leaf=is_parameters)
 
 
 def make_target(model: Model, *, optimizer: Optimizer = "adam") -> Target:
@@ -161,7 +156,8 @@ def make_target(model: Model, *, optimizer: Optimizer = "adam") -> Target:
     def make_batch(key: jax.Array) -> Batch:
         return model.make_batch(parameters.generator(key))
 
-    example_state = _abstract_state(transformation, parameters.abstract(model.params))
+    # Tracing the optimizer of thousands of arrays one by one would take most of the time to build a large model.
+    example_state = _with_parameters(jax.eval_shape(start, _Parameters()), parameters.abstract(model.params))
     if model.statistics is not None:
         example_state["statistics"] = parameters.abstract(model.statistics)
     return Target(
