@@ -124,6 +124,18 @@ def test_gpus_store_what_is_smaller_than_what_it_is_made_of_for_several_readers(
     assert any(kernel.writes[0] == 1 for kernel in kernels) == is_stored
 
 
+def test_gpus_store_some_of_a_chain_of_sums_that_are_all_read() -> None:
+    """As residuals are by normalisations: else the last kernel would read all that is summed."""
+    steps: list[Operation] = []
+    total, read = 0, 0
+    for first in range(1, 180, 3):
+        steps += [operation(K, (read,), first), operation(E, (total, first), first + 1, "add")]
+        total, read = first + 1, first + 2
+        steps.append(operation(R, (total,), read))
+    kernels = Fusion(program("gpu", steps, (total, read))).run()
+    assert max(len(kernel.uses) for kernel in kernels) <= 4
+
+
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_who_reads_a_donated_argument_runs_before_its_buffer_is_written(platform: str) -> None:
     steps = [operation(E, (0,), 1), operation(K, (0,), 2)]

@@ -282,51 +282,68 @@ class Fusion:
             above[position] = mask
         blocked: set[int] = set()
         in_products: set[int] = set()  # kernels that matrix products alone compute, perhaps through others
+        inside: dict[int, int] = {}  # on GPUs, the kernels that compute one, a bit for each
         for position in sorted(self._kernels, reverse=True):
             kernel = self._kernels[position]
-            if not kernel.fusible:
-                continue
-            (value,) = kernel.writes
-            rank = self._values[value].rank
-            large = [v for v in kernel.uses if self._values[v].rank >= rank and not self._is_broadcast(v)]
-            read = sum(self._values[v].elements for v in kernel.uses)
-            if not self._on_cpu and kernel.uses and not self._is_cheap_everywhere(value):
-                blocked.add(value)
-                continue
-            users = [self._kernels[user] for user in self._users.get(value, ())]
-            if not self._on_cpu and self._values[value].elements == 1 and len(users) > 1:
-                # A number, such as the norm of all gradients, which every update would compute again from all of them.
-                blocked.add(value)
-                continue
-            if all(user.position in in_products or (user.multiplies and not user.convolution) for user in users):
-                in_products.add(position)
+            users = self._users.get(kernel.writes[0], {}) if kernel.writes else {}
+            readers = 0
             if self._on_gpu:
-                if self._is_dear_to_read(value, large, len(users)):
-                    blocked.add(value)
-                    continue
-                if not any(self._is_normalisation(user) for user in users):
-                    continue  # each reader computes it, across reductions too: that saves traffic
-            if len(large) <= 1 or read <= self._values[value].elements:
-                continue
-            if self._on_tpu and position in in_products:
-                continue
-            if self._on_tpu and len(users) > 1 and not all(user.multiplies for user in users):
-                blocked.add(value)  # arithmetic of several operands is done again in products alone
-                continue
-            seen: dict[int, bool] = {}
-            everywhere = value not in self._outputs and all(
-                self._on_all_paths(position, user, above, blocked, seen, _DEEPEST)
-                for user in self._users.get(value, {})
-            )
-            if not everywhere:
-                blocked.add(value)
+                for user in users:
+                    readers |= inside[user]
+            if kernel.fusible and self._is_stored(kernel, above, blocked, in_products, readers.bit_count()):
+                blocked.update(kernel.writes)
+            is_apart = not kernel.fusible or not readers or not blocked.isdisjoint(kernel.writes)
+            inside[position] = 1 << position if is_apart else readers
         return blocked
 
-    def _is_dear_to_read(self, value: int, sources: list[int], users: int) -> bool:
-        """Whether several users read less if a value is stored than if each reads its sources: dropout's mask of a byte
-        is, its random bits are not. XLA's GPU compiler fuses where that saves traffic."""
+    def _is_stored(
+        self, kernel: Kernel, above: dict[int, int], blocked: set[int], in_products: set[int], readers: int
+    ) -> bool:
+        """Whether a value is one that `_not_recomputable` returns; that of its readers is known.
+
+        Args:
+          kernel: its own.
+          above: what each kernel needs, itself included, as bits.
+          blocked: those known so far.
+          in_products: kernels that matrix products alone compute; this one is added.
+          readers: how many kernels would read the kernel's operands instead of its result, through others too.
+        """
+        (value,) = kernel.writes
+        rank = self._values[value].rank
+        large = [v for v in kernel.uses if self._values[v].rank >= rank and not self._is_broadcast(v)]
+        read = sum(self._values[v].elements for v in kernel.uses)
+        if not self._on_cpu and kernel.uses and not self._is_cheap_everywhere(value):
+            return True
+        users = [self._kernels[user] for user in self._users.get(value, ())]
+        if not self._on_cpu and self._values[value].elements == 1 and len(users) > 1:
+            # A number, such as the norm of all gradients, which every update would compute again from all of them.
+            return True
+        if all(user.position in in_products or (user.multiplies and not user.convolution) for user in users):
+            in_products.add(kernel.position)
+        if self._on_gpu:
+            if self._is_dear_to_read(value, large, readers):
+                return True
+            if not any(self._is_normalisation(user) for user in users):
+                return False  # each reader computes it, across reductions too: that saves traffic
+        if len(large) <= 1 or read <= self._values[value].elements:
+            return False
+        if self._on_tpu and kernel.position in in_products:
+            return False
+        if self._on_tpu and len(users) > 1 and not all(user.multiplies for user in users):
+            return True  # arithmetic of several operands is done again in products alone
+        if value in self._outputs:
+            return True
+        seen: dict[int, bool] = {}
+        return not all(
+            self._on_all_paths(kernel.position, user.position, above, blocked, seen, _DEEPEST) for user in users
+        )
+
+    def _is_dear_to_read(self, value: int, sources: list[int], readers: int) -> bool:
+        """Whether several kernels read less if a value is stored than if each reads its sources: dropout's mask of a
+        byte is, its random bits are not; of sums of sums (residuals), about every other. XLA's GPU compiler fuses where
+        that saves traffic."""
         read, size = (sum(self._values[v].size_bytes for v in some) for some in (sources, [value]))
-        return users > 1 and users * read > read + (users + 1) * size
+        return readers > 1 and readers * read > read + (readers + 1) * size
 
     def _is_normalisation(self, kernel: Kernel) -> bool:
         """Whether a reduction's result is only spread out again: XLA's GPU compiler then makes one Triton kernel of it
