@@ -45,15 +45,18 @@ class Clocked:
       seconds: of the time limit; the step has been traced.
       taken: by each search.
       too_large: how many plans are too large.
+      kept: seconds for another plan.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, taken: float, too_large: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float, taken: float, too_large: int, kept: float = 0.0
+    ) -> None:
         found()  # before anything is patched
         self.now, self.given, self.written = 0.0, [], 0
         self._taken, self._too_large = taken, too_large
         monkeypatch.setattr(refine, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(refine, "written_out", self._write)
-        self.refinement = Refinement(Asked(lambda: seconds - self.now))
+        self.refinement = Refinement(Asked(lambda: seconds - self.now, kept))
 
     def search(self, missed: Any, seconds: float) -> SearchResult:
         self.given.append(seconds)
@@ -71,9 +74,9 @@ class Clocked:
 class Asked(SimpleNamespace):
     """As much of a request as a refinement reads."""
 
-    def __init__(self, left: Callable[[], float]) -> None:
+    def __init__(self, left: Callable[[], float], kept_seconds: float) -> None:
         traces = SimpleNamespace(longest_seconds=TRACE)
-        super().__init__(traces=traces, cluster=CLUSTER, tell=lambda words: None)
+        super().__init__(traces=traces, cluster=CLUSTER, tell=lambda words: None, kept_seconds=kept_seconds)
         self._left = left
 
     @property
@@ -89,6 +92,17 @@ def test_a_search_leaves_time_to_write_its_plan_out(monkeypatch: pytest.MonkeyPa
     first, second = clocked.given
     assert first < 10.0 + TRACE - refine._WRITING_TRACES * TRACE
     assert second < 10.0 + TRACE - 1.0 - 2 * WRITING, "what the first took is known"
+
+
+def test_time_for_another_plan_is_kept_once_one_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    for kept in (0.0, 3.0):
+        clocked = Clocked(monkeypatch, seconds=20.0, taken=1.0, too_large=1, kept=kept)
+        clocked.refinement.run(clocked.search, **WORDS)
+        given.append(clocked.given)
+    (first, second), (first_kept, second_kept) = given
+    assert first_kept == first
+    assert second_kept == pytest.approx(second - refine._SEARCH_SHARE * 3.0)
 
 
 @pytest.mark.parametrize(("seconds", "written"), [(0.0, 0), (2.9, 0), (3.1, 1), (6.1, 2)])

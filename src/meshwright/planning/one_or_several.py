@@ -72,9 +72,10 @@ def _one_or_several(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned:
             raise
 
     def stages(most_seconds: float, seconds: float) -> SearchResult:
-        # Beside an incumbent that may still have to be written out.
+        # An incumbent is written out only if no plan of these is, or if that is too large.
         kept = 0.0 if is_open else planner.writing_seconds
-        return plan_stages(replace(asked.within(most_seconds, seconds - kept), several=True), searches)
+        within = asked.within(most_seconds, seconds)
+        return plan_stages(replace(within, several=True, kept_seconds=kept), searches)
 
     # Without time to write a plan out one stage is the answer, whose memory is counted closest; not over unlike
     # devices, where several stages are most of what there is to gain.

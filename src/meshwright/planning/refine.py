@@ -81,9 +81,10 @@ class Refinement:
 
     @property
     def spare_seconds(self) -> float:
-        """Of the time limit and one trace on top, beside what writing a plan out takes; negative where there is no time
-        for that."""
-        return self._asked.left_seconds + self._asked.traces.longest_seconds - self.writing_seconds
+        """Of the time limit and one trace on top, beside what writing a plan out takes, and what is kept for another
+        one; negative where there is no time for that."""
+        kept = self._asked.kept_seconds if self.leanest is not None else 0.0
+        return self._asked.left_seconds + self._asked.traces.longest_seconds - self.writing_seconds - kept
 
     @property
     def writing_seconds(self) -> float:

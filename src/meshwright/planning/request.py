@@ -68,6 +68,8 @@ class PlanRequest:
       may_idle: whether a plan may leave devices out: a process that runs it has to have some that it does not.
       several: whether plans of one stage are left out, since the best of those is known.
       faster_than_seconds: a plan whose step counts for more is not wanted.
+      kept_seconds: of the time limit, what is kept for writing out another plan once one of this request has proved too
+        large.
       expectations: of the step's programs.
     """
 
@@ -90,6 +92,7 @@ class PlanRequest:
     may_idle: bool = True
     several: bool = False
     faster_than_seconds: float = inf
+    kept_seconds: float = 0.0
     expectations: Expectations = field(default_factory=Expectations)
 
     @property
