@@ -2,7 +2,7 @@
 
 Each preset is the same search under restrictions (`presets`), so all of its plans are in the space of the search alone.
 That search stops at a gap, prefers simpler meshes and runs against a clock; should a preset's plan be faster all the
-same, it is a better answer to the search's question and is given as such, with a note.
+same, a note on the plan of the search says by how much.
 
 Which presets: for each family every shape that makes sense for the devices (sizes in powers of two, tensor axes inside
 a host; `presets.candidates`); of what is feasible the fastest few of each family are kept. What does not apply is kept

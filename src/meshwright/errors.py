@@ -27,6 +27,16 @@ def room_words(usable_bytes: float, counted_bytes: float) -> str:
     return f"{usable}, {size_words(counted_bytes)} of it by the count of the search"
 
 
+def smaller_words(remat: str | None) -> str:
+    """What to try where a plan needs too much memory, by the rematerialisation that was asked for: one that is left to
+    the search has been tried.
+
+    >>> smaller_words("none"), smaller_words(None)
+    ('more devices, a smaller batch, or remat="layer"', 'more devices, a smaller batch')
+    """
+    return "more devices, a smaller batch" + (', or remat="layer"' if remat == "none" else "")
+
+
 class PlanError(ValueError):
     """A plan, or a request for one, that cannot be honoured.
 

@@ -61,5 +61,7 @@ def _relaxed(options: PlanOptions, devices: int) -> Iterator[tuple[str, dict[str
     for name in ("zero", "mesh", "submeshes"):
         if getattr(options, name) is not None:
             yield f"leaving out {name}=", {name: None} if name != "submeshes" else {name: None, "stages": None}
+    if options.schedule is not None:
+        yield "leaving out schedule=", {"schedule": None}
     if options.stages is not None:
         yield "leaving out stages=", {"stages": None, "mesh": None, "submeshes": None}

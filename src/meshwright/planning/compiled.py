@@ -23,7 +23,7 @@ import jax
 from ..cluster import Cluster
 from ..compilers import check_compiler, target_devices
 from ..compilers.facts import StageFacts, facts_of
-from ..errors import MemoryExceeded, PlanError, size_words
+from ..errors import MemoryExceeded, PlanError, size_words, smaller_words
 from ..notes.device_memory import memory_notes
 from ..program.effects import without_effects
 from ..report.table import format_seconds
@@ -107,7 +107,7 @@ def checked_plan(
         raise MemoryExceeded(
             refused=f"every plan that was compiled for {cluster.name}", got="; ".join(one.outcome for one in lines),
             needed="less on a device than it has", where='check="compile"',
-            try_="more devices, or a smaller batch" + ("" if options.remat == "layer" else ', or remat="layer"'),
+            try_=smaller_words(options.remat),
         )  # fmt: skip
     return replace(best, considered=(*best.considered, *lines))
 

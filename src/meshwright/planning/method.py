@@ -68,7 +68,7 @@ def _searched(asked: PlanRequest, search: Search) -> SearchResult:
     refinement = Refinement(asked)
     space = space_of(asked, refinement.missed)
 
-    def find(missed: MissedMemory, seconds: float) -> SearchResult:
+    def find(_: MissedMemory, seconds: float) -> SearchResult:  # the space asks the refinement what is missed
         asked.tell(f"searching by {search.name}")
         space.reserve_again()
         budget = Budget(seconds=max(seconds, _LEAST_SHARE * asked.time_limit_seconds))

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from math import inf, isfinite
 
+from ..errors import smaller_words
 from ..search.intra.parameters import parameter_infos
 from ..search.one_stage.driver import GAP, OneStageSearch
 from ..search.one_stage.ways import Variant, whole_solver
@@ -75,7 +76,7 @@ class OneStagePlanner:
         return self._refinement.run(
             self._search_for(faster_than_seconds, time_limit_seconds),
             what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
-            try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
+            try_=smaller_words(asked.remat),
             known=isfinite(faster_than_seconds), attempts=attempts,
         )  # fmt: skip
 

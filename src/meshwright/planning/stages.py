@@ -8,7 +8,7 @@ from functools import partial
 from math import isfinite, prod
 
 from ..cluster import HostOrder, host_orders
-from ..errors import MemoryExceeded, PlanError
+from ..errors import MemoryExceeded, PlanError, smaller_words
 from ..plan import Collective, Plan, Stage
 from ..presets.leaner import leaner_words
 from ..program.graph import Value
@@ -123,7 +123,7 @@ def _in_order(
 
     found = Refinement(asked).run(
         find, what=f"a plan of several stages for {asked.cluster.num_devices} x {asked.cluster.device.kind}",
-        where="the stage search", try_="more devices, a smaller batch", known=isfinite(faster_than_seconds),
+        where="the stage search", try_=smaller_words(asked.remat), known=isfinite(faster_than_seconds),
     )  # fmt: skip
     return replace(found, plan=on_devices(found.plan, order.devices, whole.cluster))
 

@@ -8,7 +8,8 @@ Each price gives a lower bound for all layouts within a limit; layouts that are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
@@ -21,7 +22,6 @@ from ...program.graph import Graph
 from ...solve import Problem, Solution
 from ...solve.flat import FlatNodes
 from ...solve.improve import Improvement, improve
-from ..prices.choices import ParameterChoice
 from ..restrictions.constraints import Constraints
 from .node_merging import reads_gathered
 from .priced import FEW_NODES, Priced, PricedProblem
@@ -84,10 +84,19 @@ class LimitedProblem(IntraOpProblem):
       workspace: what the backward pass makes beside what is kept; None for nothing.
 
     Attributes:
-      in_flight: how many microbatches are kept where a limit is asked for.
+      in_flight: how many microbatches are kept where a limit is asked for (`keeping`).
     """
 
     in_flight = 1
+
+    @contextmanager
+    def keeping(self, in_flight: int) -> Iterator[None]:
+        """Keep so many microbatches in the memory of what is asked within."""
+        before, self.in_flight = self.in_flight, in_flight
+        try:
+            yield
+        finally:
+            self.in_flight = before
 
     def __init__(
         self, graph: Graph, mesh: LogicalMesh, device: Device, *, parameters: Sequence[ParameterInfo],
@@ -387,21 +396,12 @@ class LimitedProblem(IntraOpProblem):
     def chosen(self, choices: tuple[int, ...], share: float = 1.0, *, proven: bool = True) -> IntraOpSolution:
         """These choices as a solution whose lower bound is this share of its seconds."""
         objective = self._free.seconds(choices)
-        solution = Solution(
-            choices=choices, objective=objective, method="prices", proven=proven, seconds=0.0,
-            lower_bound=share * objective,
-            memory=self._held(choices, self.in_flight),
+        return self.of(
+            Solution(
+                choices=choices, objective=objective, method="prices", proven=proven, seconds=0.0,
+                lower_bound=share * objective, memory=self._held(choices, self.in_flight),
+            )
         )  # fmt: skip
-        graph = self.graph
-        picked = [row[c] for row, c in zip(self.choices, choices, strict=True)]
-        inputs = [picked[self.input_node[value]] for value in graph.inputs]
-        return IntraOpSolution(
-            operators=self.operator_choices(choices),
-            resharded_once={value: picked[node] for value, node in self.shared_node.items()},
-            parameters=tuple(inputs[position] for position in graph.parameters),
-            inputs=tuple(one.use if isinstance(one, ParameterChoice) else one for one in inputs),
-            solution=solution,
-        )
 
 
 def _paid(price: float, limit_bytes: float) -> float:

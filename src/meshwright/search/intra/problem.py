@@ -480,18 +480,17 @@ class IntraOpProblem:
           solve.Infeasible: if no choice fits.
         """
         problem = self.problem(memory_limit_bytes)
-        solution = solve(problem, gap=gap, time_limit_seconds=time_limit_seconds, known=known)
-        picked = [choices[c] for choices, c in zip(self.choices, solution.choices, strict=True)]
+        return self.of(solve(problem, gap=gap, time_limit_seconds=time_limit_seconds, known=known))
+
+    def of(self, solution: Solution) -> IntraOpSolution:
+        """A solution of the numbers as choices of layouts."""
         graph = self.graph
-        parameters = tuple(picked[self.input_node[graph.inputs[p]]] for p in graph.parameters)
-        inputs = tuple(
-            picked[self.input_node[v]].use if i in graph.parameters else picked[self.input_node[v]]
-            for i, v in enumerate(graph.inputs)
-        )
+        picked = [row[c] for row, c in zip(self.choices, solution.choices, strict=True)]
+        inputs = [picked[self.input_node[value]] for value in graph.inputs]
         return IntraOpSolution(
             operators=self.operator_choices(solution.choices),
             resharded_once={value: picked[node] for value, node in self.shared_node.items()},
-            parameters=parameters,
-            inputs=inputs,
+            parameters=tuple(inputs[position] for position in graph.parameters),
+            inputs=tuple(one.use if isinstance(one, ParameterChoice) else one for one in inputs),
             solution=solution,
         )

@@ -18,7 +18,7 @@ from math import inf, isfinite
 from typing import Literal, get_args
 
 from ...cluster import LogicalMesh
-from ...errors import MemoryExceeded, PlanError, room_words, size_words
+from ...errors import MemoryExceeded, PlanError, room_words, size_words, smaller_words
 from ...program.graph import Graph
 from ...solve import Infeasible, Unsolved
 from ..alternative import nearest
@@ -395,7 +395,7 @@ def _nothing_fits(
     return MemoryExceeded(
         refused=_words(request), got=room_words(request.cluster.device.usable_memory_bytes, limit_bytes),
         needed=f"at least {size_words(least)} on a device, with {count} microbatches{what}", where="stage 1 of 1",
-        try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
+        try_=smaller_words(request.remat),
     )  # fmt: skip
 
 

@@ -56,14 +56,7 @@ class Variant:
         """A lower bound on the bytes of a device in this number of microbatches or a larger one: the state, the
         activations kept and the workspace, all split over all devices. Activations and workspace at best halve with the
         microbatch."""
-        return self._state_bytes + self._kept_bytes * self.microbatches / microbatches
-
-    @cached_property
-    def _state_bytes(self) -> float:
-        graph, infos = self.solver.program.graph, self.solver.parameters
-        values = [graph.values[graph.inputs[position]] for position in graph.parameters]
-        held = sum(2 * value.bytes + info.optimizer_bytes for value, info in zip(values, infos, strict=True))
-        return held / self.solver.submeshes.cluster.num_devices
+        return self.solver.least_state_bytes + self._kept_bytes * self.microbatches / microbatches
 
     @cached_property
     def _kept_bytes(self) -> float:

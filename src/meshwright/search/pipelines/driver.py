@@ -146,7 +146,7 @@ class StageSearch:
         if any(self.costs.reserve(count).is_less_than(before(count)) for count in self.counts):
             self._interleaving.forget()
         if (base := self.costs.base) is not None:
-            check_room(self.request, base.least_bytes())
+            check_room(self.request, base.solver.least_state_bytes)
         best = self._again(last)
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)

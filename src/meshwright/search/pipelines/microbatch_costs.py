@@ -74,7 +74,7 @@ class MicrobatchCosts:
         """The error for a request of which no plan fits."""
         usable = self._request.cluster.device.usable_memory_bytes
         left = max(self.reserve(count).limit(usable, last=False) for count in self.counts)
-        return nothing_fits(self._request, usable, left, min(costs.least_bytes() for costs in self.all))
+        return nothing_fits(self._request, usable, left, min(costs.solver.least_state_bytes for costs in self.all))
 
     @property
     def all(self) -> list[StageCosts]:

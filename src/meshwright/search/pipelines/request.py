@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ...cluster import Cluster
-from ...errors import MemoryExceeded, PlanError, room_words, size_words
+from ...errors import MemoryExceeded, PlanError, room_words, size_words, smaller_words
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import WantedMesh
 from ..inter.submeshes import Submesh, Submeshes
@@ -230,5 +230,5 @@ def nothing_fits(
         needed=f"more in every plan: {size_words(least_bytes)} for parameters, gradients and optimizer state, if split "
         f"evenly, and what {counts} microbatches keep",
         where="the stage search",
-        try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
+        try_=smaller_words(request.remat),
     )

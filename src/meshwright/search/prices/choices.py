@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, product
@@ -69,21 +69,16 @@ def values_of_parameters(graph: Graph) -> frozenset[int]:
     return frozenset(v.index for v in graph.values if not v.constant) - values_of_data(graph)
 
 
-def spec_choices(
-    shape: Sequence[int], sizes: Mapping[str, int], *, broadcast: bool, dims: Iterable[int] | None = None
-) -> tuple[Spec, ...]:
+def spec_choices(shape: Sequence[int], sizes: Mapping[str, int], *, broadcast: bool) -> tuple[Spec, ...]:
     """Every spec of a value: each axis replicated, splitting a dim, or (with `broadcast`) replicated with a partial
     cotangent. Axes that split one dim together come in both orders only where both are used by some operator, so the
     mesh order is taken."""
-    allowed = tuple(range(len(shape))) if dims is None else tuple(dims)
-    return _spec_choices(tuple(shape), tuple(sizes.items()), broadcast, allowed)
+    return _spec_choices(tuple(shape), tuple(sizes.items()), broadcast)
 
 
 @lru_cache(maxsize=1 << 12)
-def _spec_choices(
-    shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], broadcast: bool, allowed: tuple[int, ...]
-) -> tuple[Spec, ...]:
-    states: list[int | str] = ["replicated", *(["broadcast"] if broadcast else []), *allowed]
+def _spec_choices(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], broadcast: bool) -> tuple[Spec, ...]:
+    states: list[int | str] = ["replicated", *(["broadcast"] if broadcast else []), *range(len(shape))]
     found = []
     for choice in product(states, repeat=len(sizes)):
         split: list[list[str]] = [[] for _ in shape]

@@ -1,6 +1,6 @@
 """A choice as a sequence of decisions, for searches that take one decision after another.
 
-First the structure (`choice.Structures`), then for each stage the split and storage of its largest parameters, as users
+First the structure (`space.structures`), then for each stage the split and storage of its largest parameters, as users
 of partitioners decide; the integer program finds the fastest layouts of everything else (`Layouts.complete`).
 """
 

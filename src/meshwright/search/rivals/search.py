@@ -53,7 +53,8 @@ class Search(Protocol):
     Attributes:
       name: as the user calls it.
       paper: the publication that the method is from.
-      exact: whether its lower bound reaches its best choice, up to the space's gap, given time enough.
+      exact: whether its lower bound reaches its best choice, up to the space's gap, given time enough, where plans have
+        one stage. (Of several stages no method but `exhaustive` has such a bound.)
     """
 
     name: ClassVar[str]

@@ -39,11 +39,8 @@ class Layouts:
     @cached_property
     def numbers(self) -> Problem:
         """Seconds of a step by node and edge, and bytes on a device with these microbatches in flight."""
-        before, self.problem.in_flight = self.problem.in_flight, self.in_flight
-        try:
+        with self.problem.keeping(self.in_flight):
             return self.problem.problem(self.limit_bytes)
-        finally:
-            self.problem.in_flight = before
 
     @property
     def sizes(self) -> tuple[int, ...]:

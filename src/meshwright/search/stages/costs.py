@@ -4,7 +4,7 @@ The stage search asks for every range of layers on every kind of submesh; hundre
 dozen will matter. So a range is first *estimated* (`estimates`), nearly always too low and by little, and the
 search may trust that to rule a range out. Ranges that a best plan uses are then *solved* whole, within the limit of
 memory and for the microbatches in flight at their place, and the search is repeated, until the best plan is made of
-solved ranges only (`pipeline`). What is the same program, whatever its place, is solved once.
+solved ranges only (`pipelines.driver`). Equal ranges are solved once, wherever they are.
 """
 
 from __future__ import annotations
@@ -263,13 +263,6 @@ class StageCosts:
     def loose_ends(self) -> frozenset[int]:
         """As of `inter.problem.loose_ends`."""
         return loose_ends(self.crossings(), len(self.program.layers))
-
-    def least_bytes(self) -> float:
-        """What no plan can be below on every device: parameters, gradients and optimizer state spread over all."""
-        graph = self.program.graph
-        total = sum(2 * graph.values[graph.inputs[p]].bytes for p in graph.parameters)
-        total += sum(info.optimizer_bytes for info in self.solver.parameters)
-        return total / self.submeshes.cluster.num_devices
 
     # Solutions
 

@@ -73,9 +73,9 @@ class SolvedStage:
         later = self.delayed_bytes if delayed else kept
         return self.seconds.constant_bytes + kept_bytes(kept, later, in_flight, delayed)
 
-    def held_bytes(self, in_flight: int, delayed: int = 0) -> float:
-        """The same of a stage that has a device to itself."""
-        return self.own_bytes(in_flight, delayed) + self.seconds.workspace_bytes
+    def held_bytes(self, in_flight: int) -> float:
+        """On one device that it has to itself, workspace included, with a whole backward pass."""
+        return self.own_bytes(in_flight) + self.seconds.workspace_bytes
 
 
 def better_of(first: SolvedStage, second: SolvedStage) -> SolvedStage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -47,7 +48,6 @@ class StageSolver:
       submeshes: of the cluster.
       constraints: what the user has fixed.
       kinds: of submeshes; who shares them can share numbers.
-      ranges: of the program, shared by solvers with other constraints.
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
 
     Attributes:
@@ -64,12 +64,11 @@ class StageSolver:
         submeshes: Submeshes,
         constraints: Constraints,
         kinds: Kinds,
-        ranges: Ranges | None = None,
         alone: bool = False,
     ) -> None:
         self.program, self.alone = program, alone
         self.platform = submeshes.cluster.device.compiler
-        self._ranges = ranges or Ranges(program, alone=alone, platform=self.platform)
+        self._ranges = Ranges(program, alone=alone, platform=self.platform)
         self.submeshes = submeshes
         self.parameters = parameters
         self.solves = 0
@@ -100,6 +99,15 @@ class StageSolver:
                 info = replace(info, optimizer_bytes=info.optimizer_bytes * share)
             found.append(info)
         return found
+
+    @cached_property
+    def least_state_bytes(self) -> float:
+        """Parameters, gradients and optimizer state on a device, if they are spread over all devices of the cluster: no
+        plan holds less on every one."""
+        graph = self.program.graph
+        total = sum(2 * graph.values[graph.inputs[p]].bytes for p in graph.parameters)
+        total += sum(info.optimizer_bytes for info in self.parameters)
+        return total / self.submeshes.cluster.num_devices
 
     def number(self, first: int, last: int) -> int:
         """The number of a range of layers. Ranges share one if they are the same program with the same optimizer
@@ -263,19 +271,16 @@ class StageSolver:
           time_limit_seconds: for what prices of memory leave open.
         """
         built = self.problem(place, remat)
-        problem = built[0]
         self.solves += 1
-        problem.in_flight = in_flight
         try:
-            chosen = problem.proven(limit, gap=gap, time_limit_seconds=time_limit_seconds)
+            with built[0].keeping(in_flight):
+                chosen = built[0].proven(limit, gap=gap, time_limit_seconds=time_limit_seconds)
         except Infeasible as error:
             if error.least_memory is None and self.relax(place):
                 return self.proven(place, remat, in_flight, limit, gap=gap, time_limit_seconds=time_limit_seconds)
             return None
         except Unsolved:
             return None
-        finally:
-            problem.in_flight = 1
         return self._solved(place, built, chosen)
 
     def solved(self, place: Place, remat: str, chosen: IntraOpSolution) -> SolvedStage:
@@ -326,15 +331,13 @@ class StageSolver:
         built = self.problem(place, remat)
         problem = built[0]
         self.solves += 1
-        problem.in_flight = in_flight
         try:
             free = problem.fastest.choices
             workspace = min(problem.seconds(free).workspace_bytes, limit) if free is not None else 0.0
-            found = problem.around((limit - workspace) / stages + workspace, gap=RANGE_GAP)
+            with problem.keeping(in_flight):
+                found = problem.around((limit - workspace) / stages + workspace, gap=RANGE_GAP)
         except Infeasible:
             return self.around(place, remat, in_flight, limit, stages) if self.relax(place) else []
-        finally:
-            problem.in_flight = 1
         return [self._once(place, remat, built, choices, share).certain(share) for choices, share in found]
 
     def _exceeds(self, place: Place, remat: str, in_flight: int, limit: float) -> bool:
@@ -355,17 +358,15 @@ class StageSolver:
         if problem.least_bytes.held(in_flight) > limit:
             return None
         self.solves += 1
-        problem.in_flight = in_flight
         try:
-            chosen = problem.within(limit, gap=RANGE_GAP) if loosely else None
-            if chosen is None:
-                chosen = problem.proven(
-                    limit, gap=RANGE_GAP, time_limit_seconds=_SECONDS_PER_SOLVE, enough_seconds=enough_seconds
-                )
+            with problem.keeping(in_flight):
+                chosen = problem.within(limit, gap=RANGE_GAP) if loosely else None
+                if chosen is None:
+                    chosen = problem.proven(
+                        limit, gap=RANGE_GAP, time_limit_seconds=_SECONDS_PER_SOLVE, enough_seconds=enough_seconds
+                    )
         except (Infeasible, Unsolved):
             return None
-        finally:
-            problem.in_flight = 1
         return self._solved(place, built, chosen)
 
     def _solved(self, place: Place, built: tuple[StageProblem, Segments, Cut], chosen: IntraOpSolution) -> SolvedStage:
