@@ -257,3 +257,14 @@ def test_as_many_stages_as_there_is_room_for_are_no_matter_of_how_layers_are_joi
     args = (target.example_state, target.example_batch)
     plan = mw.plan_for(target.step, args, cluster="p3.16xlarge:2", stages=16, microbatches=16, remat="none").plan
     assert len(plan.stages) == 16
+
+
+@pytest.mark.slow
+def test_a_schedule_that_keeps_too_much_is_refused_with_leaving_it_out() -> None:
+    """GPipe keeps all microbatches where 1F1B keeps as many as there are stages."""
+    step, args = network(batch=24576)
+    where = {"cluster": "p4d.24xlarge:1", "memory_per_device": 150 * 2**20}
+    options = {"stages": 2, "schedule": "gpipe", "remat": "none"}
+    with pytest.raises(mw.PlanError, match="leaving out schedule=, which fits") as refused:
+        mw.plan_for(step, args, **where, **options)
+    assert mw.plan_for(step, args, **where, **followed(refused.value.try_, options)).plan.stages

@@ -17,7 +17,7 @@ from .replicas import may_have_replicas, plan_replicas
 from .request import PlanRequest, on_devices
 
 # Shares of the time: what stages over all devices may take where replicas are searched too; and what plans for one kind
-# alone are given at least, together.
+# alone are given at least, together. Chosen, not measured.
 _STAGES_SHARE, _LEAST_SHARE = 0.75, 0.1
 
 

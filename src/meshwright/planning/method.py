@@ -21,7 +21,7 @@ from .refine import Refinement
 from .request import DEFAULT_METHOD, PlanRequest
 from .stages import stage_request
 
-# What a search is given at least, of all time: some methods find nothing at once.
+# What a search is given at least, of all time: some methods find nothing at once. Chosen, not measured.
 _LEAST_SHARE = 0.1
 
 

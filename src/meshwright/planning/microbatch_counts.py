@@ -9,7 +9,7 @@ from ..presets.other_sizes import check_interleaved
 from ..program.batch import batch_extents
 from .request import PlanRequest
 
-# Microbatches tried where the user names none.
+# The most microbatches tried where the user names no number. Chosen, not measured.
 _MOST_MICROBATCHES = 1024
 
 

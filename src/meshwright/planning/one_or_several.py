@@ -16,7 +16,7 @@ from .one_stage import OneStagePlanner, fits_in_few, plan_one_stage
 from .request import PlanRequest
 from .stages import is_large, plan_stages
 
-# What one stage may take of the time where several are searched afterwards.
+# What one stage may take of the time where several are searched afterwards. Chosen, not measured.
 _ONE_STAGE_SHARE = 0.5
 
 

@@ -30,7 +30,7 @@ from .request import PlanRequest
 # A plan has to fit with this much to spare: predicted peaks are off by a percent or two (`benchmarks/memory.py`).
 MARGIN = 1.04
 
-# How often a search is repeated in less memory; most of it is known by then.
+# How often a search is repeated in less memory; most of it is known by then. Chosen, not measured.
 ATTEMPTS = 12
 
 # What a search may take of the time that writing its plan out leaves: the rest is for the next one, if that plan is too

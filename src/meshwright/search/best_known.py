@@ -14,6 +14,7 @@ from .inter.problem import Order
 _OBJECTIVE_SLACK = 1.1
 
 # A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
+# (wresnet-13b on 64 V100: planned in 32 s instead of 38, with a gap of 0.4 % instead of none.)
 _NOT_WORTH_SEARCHING = 0.005
 
 

@@ -48,7 +48,7 @@ from .bounds import LeastBefore, positions_of
 from .problem import Found, InterOpProblem, Option, PlacedStage
 from .submeshes import Submesh
 
-# How many plans beside the best are handed back.
+# How many plans beside the best are handed back, to be simulated too. Chosen, not measured.
 _OTHERS = 4
 
 

@@ -36,7 +36,7 @@ _ROUNDS_OF_PRICES = 3
 # fits yet. Of the ranges named at `_by_messages` seven rounds at most were needed.
 _ROUNDS_OF_MESSAGES, _DEARER = 8, 1.3
 
-# Of assignments beyond the limit, and of those within it, so many are crossed over.
+# Of assignments beyond the limit, and of those within it, so many are crossed over. Chosen, not measured.
 _CROSSED = 3
 
 # Where a forest leaves more than this open, relative, another one is tried; and then elimination, if there are few

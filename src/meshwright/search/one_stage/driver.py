@@ -34,7 +34,7 @@ from ..stages.costs import option_of
 from ..stages.solved import SolvedStage
 from .ways import Variant, Way, ways_of, whole_solver
 
-# What a problem gets at least when the time is over, so that there is a plan at all; and at most.
+# What a problem gets at least when the time is over, so that there is a plan at all; and at most. Chosen, not measured.
 _LEAST_SECONDS, _MOST_SECONDS = 1.0, 20.0
 
 # The relative gap to which problems are solved, and what each axis of a mesh beyond the first has to gain, relative:

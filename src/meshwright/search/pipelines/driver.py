@@ -34,7 +34,7 @@ from .candidate import Candidate, better, certified, merged, scheduled
 from .deadline import Deadline
 from .finished import FinishedPlans
 from .interleaving import Interleaving
-from .microbatch_bounds import MicrobatchBounds
+from .microbatch_bounds import FEW_LABELS, MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
 from .problems import first_seconds, of_stages, problem_of, restricted
 from .request import (
@@ -48,17 +48,18 @@ from .request import (
     schedules_for,
 )
 
-# An estimated plan may turn out to take this much longer: less is tried first.
+# An estimated plan may turn out to take this many times its estimate: the smaller factor is tried first. Chosen, not
+# measured.
 _ESTIMATE_SLACK = (1.1, 1.5)
 
 # What is said of numbers of microbatches and orders that are out of the question.
 _NOTHING = "nothing that fits or is as fast"
 
-# Labels of a state; and the submeshes from which on there are fewer: what is looked at is many times what there is to
-# gain on a large cluster.
-_MOST_LABELS, _FEW, _MANY_PLACES = 256, 8, 400
+# Labels of a state; and the number of submeshes above which there are an eighth of these, so that a large cluster is
+# planned in time. Chosen, not measured; the lower bound covers what is dropped.
+_MOST_LABELS, _MANY_PLACES = 256, 400
 
-# Plans of the last run that are looked at again in a repeated search.
+# Plans of the last run that are solved first in a repeated search. Chosen, not measured.
 _AGAIN = 3
 
 # After this share of the time all numbers of microbatches that are left are bounded, before one is searched: the gap
@@ -67,9 +68,10 @@ _AGAIN = 3
 _BOUNDED_AT = 0.25
 
 # Orders whose steps the objective of adaptive pipelines bounds as well: where that excludes all, they need no search.
+# (Gemma 3 4B on 32 TPU v5e: 92 CPU seconds instead of 107.)
 _RUN_AHEAD: tuple[Order, ...] = ("eager_one_f_one_b", "gpipe")
 
-# Rounds of solving and searching again for one number of microbatches and one order.
+# Rounds of solving and searching again for one number of microbatches and one order, at most. Chosen, not measured.
 _MOST_ROUNDS = 24
 
 
@@ -333,7 +335,7 @@ class StageSearch:
                 # Of any number of stages it is a bound, which seldom leaves anything.
                 self._bound(costs, problem)
                 most = self.best.worth(order)
-                if solve_inter_op(problem, beam=_FEW, upper_bound=most, check=self.deadline.check) is None:
+                if solve_inter_op(problem, beam=FEW_LABELS, upper_bound=most, check=self.deadline.check) is None:
                     continue
             yield from (replace(problem, num_stages=count) for count in range(2, problem.most_places + 1))
 

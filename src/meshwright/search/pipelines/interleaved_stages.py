@@ -20,7 +20,8 @@ from ..inter.problem import Option, PlacedStage
 from ..inter.submeshes import Submesh
 from ..stages.costs import StageCosts
 
-# Prices of memory, in units of a rank's seconds over its limit; the last one finds what fits if anything does.
+# Prices of memory, in units of a rank's seconds over the limit; the last one finds what fits if anything does. Ten a
+# factor of ten: chosen, not measured.
 _PRICES = np.array([*np.logspace(-3, 2, 51), 1e9])
 
 

@@ -26,11 +26,12 @@ from .interleaved_stages import balanced, in_flight_of, interleaved, places_of
 from .microbatch_costs import MicrobatchCosts
 from .request import INTERLEAVED, StageRequest
 
-# Stages on each rank that are tried, and the most where a scan can be cut into any number of equal pieces.
+# Stages on each rank that are tried, and the most where a scan can be cut into any number of equal pieces: as many as a
+# program has layers (`program.layers.DEFAULT_LAYERS`). Chosen, not measured.
 _CHUNKS = (2, 4)
 _MOST_CHUNKS = 16
 
-# Ranks with so many times the layers of the mean are about even.
+# Ranks with at most so many times the layers of the mean are about even. Chosen, not measured.
 _ABOUT_EVEN = 1.05
 
 # What is tried in a run. With 8 a step of gpt3-175b on 128 A100 takes 1 % more and its planning 0.6 of the CPU seconds;

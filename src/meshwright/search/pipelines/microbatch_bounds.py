@@ -23,10 +23,11 @@ from ..stages.costs import StageCosts
 from .microbatch_costs import MicrobatchCosts
 from .request import INTERLEAVED
 
-# Labels of a state: a plan is only wanted to compare numbers of microbatches.
-_FEW = 8
+# Labels of a state where nothing but a bound is wanted. Chosen, not measured.
+FEW_LABELS = 8
 
-# What takes this much longer than the best plan is not looked at any closer.
+# A bound is no more than this many times the seconds of the incumbent: closer ones exclude nothing more. Chosen, not
+# measured.
 _MAY_BE_BEST = 1.25
 
 
@@ -148,7 +149,7 @@ class MicrobatchBounds:
         for order in orders:
             problem = self._problem(costs, costs.program.microbatches / count, order)
             costs.focus(most_seconds(problem, bound))
-            best = solve_inter_op(problem, beam=_FEW, upper_bound=bound, check=costs.check)
+            best = solve_inter_op(problem, beam=FEW_LABELS, upper_bound=bound, check=costs.check)
             bound = best.lower_bound if best is not None else bound
         costs.forget_estimates()
         return bound

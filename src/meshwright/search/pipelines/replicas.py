@@ -46,13 +46,13 @@ from .timing import stage_timing
 # The schedule, by name.
 REPLICAS = replicas.__name__
 
-# Rounds of solving replicas for their shares and sharing out again.
+# Rounds of solving replicas for their shares and sharing out again, at most. Chosen, not measured.
 _MOST_ROUNDS = 2
 
 # What is known of a number of microbatches; of equal seconds the most certain comes first.
 _SOLVED, _EXPECTED, _TOLD = range(3)
 
-# Of numbers of which little is known, and that by as much as this are as good as the best, the fewest come first.
+# Of numbers known by estimates alone and within this factor of the best, the fewest come first. Chosen, not measured.
 _AS_GOOD = 1.1
 
 

@@ -21,7 +21,7 @@ PARAMETERS = 6
 # What the solver has for the parameters that nobody has decided: little, since hundreds of choices are tried.
 _MOST_SECONDS, _LEAST_SECONDS = 5.0, 0.1
 
-# What a choice counts for more for each device's worth of memory that it is over.
+# What a choice counts for more for each device's worth of memory that it is over. Chosen, not measured.
 _EXCESS = 4.0
 
 

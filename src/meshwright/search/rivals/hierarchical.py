@@ -30,7 +30,7 @@ from ..space.space import Space
 from ..stages.solved import SolvedStage
 from .search import Budget, Found, Incumbent
 
-# The first of the two searches may take this share of the time.
+# The first of the two searches may take this share of the time. Chosen, not measured.
 _FIRST_SHARE = 0.5
 
 

@@ -25,7 +25,7 @@ from .decisions import Decisions, State
 from .search import Budget, Found, Incumbent
 
 # Of the upper confidence bound, where values are between 0 and 1; the theory's sqrt(2) explores too much for some
-# hundreds of rounds.
+# hundreds of rounds. Chosen, not measured.
 _EXPLORATION = 0.5
 
 # What one round counts for that leads to no plan: as so many times the slowest that was seen.

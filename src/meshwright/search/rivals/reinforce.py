@@ -27,6 +27,7 @@ from .search import Budget, Found, Incumbent
 
 # By how much a plan that is one deviation better than expected raises the logits of what was drawn; the share that each
 # new reward has in the mean and the deviation; and how much slower a draw counts that leads to no plan.
+# Chosen, not measured, like the next.
 _RATE, _MEMORY, _NO_PLAN = 0.3, 0.1, 2.0
 
 # The least probability of drawing an option at random, so that nothing is given up for good.

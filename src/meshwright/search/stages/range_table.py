@@ -11,7 +11,8 @@ import numpy as np
 
 from ..inter.problem import Option
 
-# Ranges solved whole can be faster than their parts by themselves, by no more than this.
+# Ranges solved whole can be faster than their parts by themselves, but are taken to need this share of the seconds at
+# least. Chosen; the most that is known is 0.7 % of a step (docs/stages.md, *The gap*).
 PARTS_ALONE = 0.97
 
 # What is summed up for a range, in this order. In a table the last is part of what is there throughout.
