@@ -81,7 +81,6 @@ class StageCosts:
         self._limits: dict[tuple[int, bool, str], float] = {}
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()
-        self._corrections: dict[tuple[int, int, int, int, int], tuple[Option, ...]] = {}
         self._solved: dict[tuple[int, int], dict[int, tuple[Option, ...]]] = {}
         self._within: dict[tuple[int, int, int, float], Option | None] = {}
         self._around: dict[tuple[int, int, int, float, int], tuple[Option, ...]] = {}
@@ -106,12 +105,7 @@ class StageCosts:
         key = (first, last, kind, in_flight)
         if key not in self._estimated:
             self._estimated[key] = self.estimates.estimate(first, last, kind, in_flight)
-        fewer = max((count for count in known if count < in_flight), default=None)
-        if fewer is None:
-            return self._estimated[key]
-        if (*key, fewer) not in self._corrections:
-            self._corrections[*key, fewer] = self._corrected(self._estimated[key], known[fewer])
-        return self._corrections[*key, fewer]
+        return self._estimated[key]
 
     def shared_options(self, share: float) -> Callable[[int, int, Submesh, int], Sequence[Option]]:
         """As `options`, for microbatches of this share of the program's: too low by what smaller microbatches lose."""
@@ -153,7 +147,6 @@ class StageCosts:
             kinds[kind] = np.maximum(kinds[kind], most) if kind in kinds else most
         if self.estimates.focus(kinds):
             self._estimated.clear()
-            self._corrections.clear()
 
     def reserve(self, reserve: MemoryReserve) -> None:
         """From now on so many bytes of a device may not be counted."""
@@ -186,22 +179,6 @@ class StageCosts:
             self._layer_numbers[first, last] = numbers
         return self._layer_numbers[first, last]
 
-    def _corrected(self, estimates: tuple[Option, ...], solved: tuple[Option, ...]) -> tuple[Option, ...]:
-        """Estimates by solutions of the same range with fewer microbatches in flight: it takes no less with more."""
-        if not estimates or not solved:
-            return ()
-        least = min(map(self.estimates.step_seconds, solved))
-        ratio = least / max(min(map(self.estimates.step_seconds, estimates)), 1e-300)
-        if ratio <= 1:
-            return estimates
-        return tuple(
-            one._replace(
-                forward_seconds=ratio * one.forward_seconds, backward_seconds=ratio * one.backward_seconds,
-                per_step_seconds=ratio * one.per_step_seconds, weight_seconds=ratio * one.weight_seconds,
-            )
-            for one in estimates
-        )  # fmt: skip
-
     def limit_bytes(self, submesh: Submesh, last: bool, remat: str = "layer") -> float:
         """Bytes that may be counted on a device of a submesh, by whether the stage on it has the last layer, and
         rematerialises."""
@@ -226,7 +203,6 @@ class StageCosts:
         """Estimate every range again, whatever it takes."""
         self.estimates.forget()
         self._estimated.clear()
-        self._corrections.clear()
 
     def release(self) -> None:
         """Free what solving ranges and parts has prepared, where few more will be solved."""
