@@ -5,10 +5,9 @@ Paper: Zheng et al., "Alpa: automating inter- and intra-operator parallelism for
 queue of one-stage plans (`search.one_stage`), compared by `search.driver`: the second only has to find something faster
 than the first.
 
-Cost: that of planning. Limits: neither search yields plans on the way, so its curve has few points. The dynamic program
-proves its bound under its own objective, and it takes a split backward only if that gains two percent: its bound does
-not hold for simulated steps in this space, where a few pipelines are faster. So a lower bound is given for plans of one
-stage only.
+Cost: that of planning. Limits: neither search yields plans on the way, so its curve has few points. What the dynamic
+program proves holds as far as its estimates of ranges are lower bounds (docs/stages.md, *The gap*), and two percent
+less where stages may be several: it takes a split backward only if that gains as much.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from functools import partial
 
 from ...errors import MemoryExceeded
 from ...program.staged import whole_program
+from ...schedule import WORTH_SPLITTING
 from ..driver import Part, search_parts
 from ..inter.submeshes import Submesh
 from ..one_stage.driver import OneStageSearch
@@ -52,13 +52,14 @@ class Hierarchical:
             parts.append(Part(words="several stages", search=partial(_several_stages, space), share=_FIRST_SHARE))
         if space.stages.program(space.counts[0]).graph.runs > SMALL_PROGRAM:
             parts.reverse()
-        parts[-1] = replace(parts[-1], share=1.0)
+        parts[-1], least = replace(parts[-1], share=1.0), 0.0
         try:
             for found in search_parts(parts, left_seconds=lambda: budget.left_seconds, floor=lambda: 0.0, worth=0.0):
                 choice = _choice(space, found)
                 yield from best.offer(choice, budget.price(space, choice))
-                if len(parts) == 1 and not found.stages:
-                    yield from best.prove(found.least_seconds)
+                least = found.least_seconds
+            # Where stages may be several, a plan that splits its backward counts for more than its seconds.
+            yield from best.prove(least if counts == {1} else least / (1 + WORTH_SPLITTING))
         except MemoryExceeded:
             return
 
