@@ -382,8 +382,8 @@ class IntraOpProblem:
         self, index: int, readers: Sequence[Operator], sources: SpecRow, targets: SpecRow, table: np.ndarray
     ) -> np.ndarray:
         """A table of conversions without those that gather rows of parameters for all trips of a loop, whose memory is
-        not in the model: before the loop that reads them, or in trips of a pipeline's stage, which keep what they
-        gather for each microbatch in flight. They are gathered in trips that are rematerialised, or once a step where a
+        not in the model: before the loop that reads them, or in trips of a pipeline's stage, which keep what they gather
+        for each microbatch in flight. They are gathered in trips that are rematerialised, or once a step where a
         parameter's storage and use differ."""
         if index not in self.of_parameters or not any(self._is_for_all_trips(index, reader) for reader in readers):
             return table
