@@ -70,36 +70,6 @@ def test_the_search_counts_what_stages_keep(case: str, mesh: tuple[int, ...]) ->
         assert 0.8 * stage.memory.activations < counted.memory.activations < 1.25 * stage.memory.activations
 
 
-def layers_of_products(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    def loss(weights: jax.Array) -> jax.Array:
-        last, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
-        return (last**2).mean()
-
-    value, gradient = value_and_grad(loss)(weights)
-    return weights - gradient, value
-
-
-def test_trips_that_are_not_rematerialised_gather_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would keep them for each microbatch in flight. Without room for all weights on each device, the layouts that
-    look the fastest are those that store them split and gather them in each trip."""
-    ratios = []
-
-    def recorded(plan: Plan, *args: Any, **options: Any) -> Plan:
-        written = written_out(plan, *args, **options)
-        pairs = zip(plan.stages, written.stages, strict=True)
-        ratios.extend(after.memory.activations / before.memory.activations for before, after in pairs)
-        return written
-
-    monkeypatch.setattr(refine, "written_out", recorded)
-    args = jax.ShapeDtypeStruct((32, 1024, 1024), jnp.float32), jax.ShapeDtypeStruct((65_536, 1024), jnp.float32)
-    plan_for(
-        layers_of_products, args, cluster=load_cluster("p3.16xlarge:1"), stages=2, microbatches=8, remat="none",
-        memory_per_device=0.6 * 2**30,
-    )  # fmt: skip
-    assert ratios
-    assert max(ratios) < 1.01
-
-
 ONE_PROGRAM = {
     "gpt": lambda: gpt.build(replace(SMALL, sequence=256, hidden=512, heads=8, layers=4)),
     "gpt, bfloat16": lambda: gpt.build(replace(SMALL, sequence=256, hidden=512, heads=8, layers=4, dtype="bfloat16")),
