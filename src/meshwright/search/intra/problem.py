@@ -381,17 +381,12 @@ class IntraOpProblem:
     def _gathered_in_loops(
         self, index: int, readers: Sequence[Operator], sources: SpecRow, targets: SpecRow, table: np.ndarray
     ) -> np.ndarray:
-        """A table of conversions without those that gather rows of parameters for all trips of a loop, whose memory is
-        not in the model: before the loop that reads them, or in trips of a pipeline's stage, which keep what they gather
-        for each microbatch in flight. They are gathered in trips that are rematerialised, or once a step where a
+        """A table of conversions without those that gather the rows of parameters before the loop that reads them: the
+        memory of all trips' rows is not in the model. They are gathered trip by trip, or once a step where a
         parameter's storage and use differ."""
-        if index not in self.of_parameters or not any(self._is_for_all_trips(index, reader) for reader in readers):
+        if index not in self.of_parameters or all(reader.name != "scan_slice" for reader in readers):
             return table
         return np.where(self.prices.shards(sources)[:, None] > self.prices.shards(targets), np.inf, table)
-
-    def _is_for_all_trips(self, index: int, reader: Operator) -> bool:
-        in_trip = not self.is_one_program and len(reader.path) > 1 and reader.region is None
-        return reader.name == "scan_slice" or (in_trip and self.graph.values[index].differentiated)
 
     def _connect(self, u: int, v: int, table: np.ndarray) -> None:
         """Add what a pair of choices costs; the table is not to be changed any more."""
