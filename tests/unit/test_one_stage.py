@@ -39,7 +39,7 @@ def target_of(name: str) -> tuple[Any, Any, float]:
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("share", [0.9, pytest.param(0.6, marks=pytest.mark.slow), 0.4])
+@pytest.mark.parametrize("share", [*(pytest.param(s, marks=pytest.mark.slow) for s in (0.9, 0.6)), 0.4])
 def test_it_is_the_best_of_all_numbers_of_microbatches(name: str, share: float) -> None:
     """Each number is planned by itself; in a share of the memory that the fastest plan needs some do not fit."""
     target, traced, most = target_of(name)

@@ -18,7 +18,7 @@ from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.planning.refine import held_bytes
 from meshwright.planning.request import Planning
 from meshwright.program.equal_stages import even_bounds, main_scan
-from meshwright.program.traces import Traces, traces_of
+from meshwright.program.traces import Traces
 from meshwright.simulate import simulate_plan
 from meshwright.zoo.llama import CONFIGS, build as build_llama
 
@@ -38,6 +38,11 @@ def small() -> Any:
     return build_llama(replace(CONFIGS["llama-tiny"], layers=4, global_batch=16))
 
 
+@pytest.fixture(scope="module")
+def small_traces(small: Any) -> Traces:
+    return Traces(small.step)
+
+
 def planned(traces: Traces, target: Any, preset: str, **options: Any) -> Planning:
     args = (target.example_state, target.example_batch)
     return plan_for(traces, args, cluster="p3.16xlarge", preset=preset, **options)
@@ -52,14 +57,13 @@ def planned(traces: Traces, target: Any, preset: str, **options: Any) -> Plannin
         "zero(stage=3)",
     ],
 )
-def test_the_best_number_of_microbatches_is_taken(small: Any, text: str) -> None:
-    traces = traces_of(small.step)
-    found = planned(traces, small, text)
+def test_the_best_number_of_microbatches_is_taken(small: Any, small_traces: Traces, text: str) -> None:
+    found = planned(small_traces, small, text)
     assert simulate_plan(found.plan).step_seconds == pytest.approx(found.step_seconds, rel=1e-12)
     each = {}
     for count in (n for n in (1, 2, 4, 8, 16) if n >= presets.parse_preset(text).on(8).stages):
         try:
-            each[count] = planned(traces, small, text, microbatches=count).step_seconds
+            each[count] = planned(small_traces, small, text, microbatches=count).step_seconds
         except PlanError:
             continue
     assert found.plan.predicted is not None
