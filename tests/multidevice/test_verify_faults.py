@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshwright.runtime.pipeline import stage_runtime
 from meshwright.runtime.step import PlannedStep
 from meshwright.targets import LoadedTarget, step_target
 from meshwright.verify import Check, run, verify
+from meshwright.verify.reference import OneDevice
 
 pytestmark = pytest.mark.compiled
 
@@ -29,6 +31,7 @@ ONE_STAGE: dict[str, Any] = {"mesh": (4,), "zero": 0, "microbatches": 4, "pins":
 TWO_STAGES: dict[str, Any] = {"stages": 2, "microbatches": 4, "submeshes": (2, 2)}
 
 
+@cache
 def target() -> LoadedTarget:
     """Adam, whose parameters do not show the scale of a gradient: its moments do."""
     keys = jax.random.split(jax.random.key(0), 6)
@@ -47,6 +50,24 @@ def target() -> LoadedTarget:
         return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, value
 
     return step_target(step, ({"params": params, "moments": ADAM.init(params)}, batch), name="faulty")
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[Any, OneDevice]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _one_device_is_compiled_once(references: dict[Any, OneDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults are in the runtime, of which the step on one device uses nothing: every test has the same reference."""
+
+    def shared(given: LoadedTarget, num_state: int, steps: int) -> OneDevice:
+        key = given.name, num_state, steps
+        if key not in references:
+            references[key] = OneDevice(given, num_state, steps)
+        return references[key]
+
+    monkeypatch.setattr(run, "OneDevice", shared)
 
 
 def is_off(check: Check) -> bool:
@@ -143,6 +164,7 @@ def test_no_faults() -> None:
 # Random numbers
 
 
+@cache
 def noisy() -> LoadedTarget:
     """With dropout, whose numbers depend on where examples stand."""
 
