@@ -109,7 +109,7 @@ class LinenAttention(nn.Module):
 
 def linen() -> tuple[Any, Any]:
     model = LinenAttention()
-    params = jax.tree.map(jnp.asarray, model.init(jax.random.key(0), X)["params"])
+    params = jax.tree.map(jnp.asarray, jax.jit(model.init)(jax.random.key(0), X)["params"])
     return step_of(lambda batch: lambda p: jnp.mean((model.apply({"params": p}, batch[0]) - batch[1]) ** 2)), params
 
 
