@@ -309,7 +309,7 @@ def _regularised(p, b):
 
 
 @pytest.mark.parametrize("where", [{"preset": "data_parallel()"}, {"preset": "fsdp_tp(tp=2)"}, TENSOR], ids=str)
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_what_is_added_may_be_summands_over_different_devices(where, microbatches: int) -> None:
     assert_as_on_one_device(_regularised, PARAMETERS, (X, Y), **where, microbatches=microbatches, reduction="mean")
 

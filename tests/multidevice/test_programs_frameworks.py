@@ -132,7 +132,7 @@ class LinenBlock(nn.Module):
 
 def test_linen_with_batch_statistics_and_dropout() -> None:
     model = LinenBlock()
-    made = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    made = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
 
     def step(state, batch):
         p, statistics, key = state
@@ -168,7 +168,9 @@ class LinenStack(nn.Module):
 
 def test_linen_train_state_with_scanned_layers() -> None:
     model = LinenStack()
-    state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), X)["params"], tx=MOMENTUM)
+    state = TrainState.create(
+        apply_fn=model.apply, params=jax.jit(model.init)(jax.random.key(0), X)["params"], tx=MOMENTUM
+    )
 
     def step(state, batch):
         def loss(p):
