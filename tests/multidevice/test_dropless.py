@@ -123,8 +123,8 @@ def factors_of(step: Callable[..., Any], args: Any) -> tuple[dict[str, int], int
 @pytest.mark.parametrize(
     ("mixture", "ways"),
     [
-        ("softmax, three experts, scattered", ("data x expert", "data x tensor")),
-        ("sigmoid, two experts, unsorted", ("expert x tensor",)),
+        ("softmax, three experts, scattered", ("data x expert", "data x tensor", "expert x tensor")),
+        ("sigmoid, two experts, unsorted", ("data x expert", "expert x tensor")),
         *(pytest.param(mixture, tuple(WAYS), marks=pytest.mark.slow) for mixture in MIXTURES),
     ],
 )

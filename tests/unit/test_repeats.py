@@ -69,11 +69,9 @@ def traced(program: Program, plan: Plan) -> tuple[list[tuple[str, str, str]], in
     return walk(open_jaxpr(closed)), local.predicted_memory("gpu").peak_bytes
 
 
-# All that a step without rematerialisation has, one in microbatches has too.
-SLOW = {"no remat", "a mesh of two axes"}
-
-
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "a mesh of two axes")) for n in CASES]
+)
 def test_a_step_has_the_same_equations_and_peak_as_without_runs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compilers find dead aside: a run leaves all that some later equation reads."""
     program, plan = planned(case)
