@@ -170,7 +170,7 @@ def test_a_microbatch_makes_its_largest_gradient_beside_the_sum() -> None:
     assert option.constant_bytes == pytest.approx(seconds.constant_bytes + seconds.workspace_bytes)
     chosen = option.tag.chosen.solution.choices
     assert option.constant_bytes == pytest.approx(
-        sum(float(row[c]) for row, c in zip(option.tag.problem._once_bytes, chosen, strict=True))
+        sum(float(row[c]) for row, c in zip(option.tag.problem._constant_bytes, chosen, strict=True))
     )
     # Of one microbatch it is the sum.
     program, staged = program_of("gpt-tiny", microbatches=1)

@@ -70,8 +70,7 @@ class _Within(NamedTuple):
 
 
 class LimitedProblem(IntraOpProblem):
-    """The problem of one stage on one logical mesh, for limits and prices of memory. What its choices hold is for the
-    subclass to say (`StageProblem`).
+    """The problem of one stage on one logical mesh, for limits and prices of memory.
 
     Args:
       graph: as of `IntraOpProblem`, like all that follows but the last.
@@ -90,10 +89,6 @@ class LimitedProblem(IntraOpProblem):
 
     in_flight = 1
 
-    # Bytes on one device that each choice of each node holds, however many microbatches are in flight, and for each.
-    _once_bytes: list[np.ndarray]
-    _each_bytes: list[np.ndarray]
-
     @contextmanager
     def keeping(self, in_flight: int) -> Iterator[None]:
         """Keep so many microbatches in the memory of what is asked within."""
@@ -105,14 +100,25 @@ class LimitedProblem(IntraOpProblem):
 
     def __init__(
         self, graph: Graph, mesh: LogicalMesh, device: Device, *, parameters: Sequence[ParameterInfo],
-        microbatches: int, constraints: Constraints, carried: int, split_dims: Sequence[int | None],
-        workspace: Workspace | None,
+        microbatches: int, constraints: Constraints, carried: int, split_dims: Sequence[int | None] = (),
+        workspace: Workspace | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             graph, mesh, device, parameters=parameters, microbatches=microbatches, constraints=constraints,
-            carried=carried, split_dims=split_dims,
+            carried=carried,
+            split_dims=split_dims,
         )  # fmt: skip
         self._workspace = self._workspace_by_node(workspace)
+
+    @cached_property
+    def _once_bytes(self) -> Sequence[np.ndarray]:
+        """Bytes on one device that each choice of each node holds, however many microbatches are in flight."""
+        return [held + made for held, made in zip(super()._memory(), self._workspace, strict=True)]
+
+    @cached_property
+    def _each_bytes(self) -> Sequence[np.ndarray]:
+        """Bytes on one device that each choice of each node holds for each microbatch in flight."""
+        return [np.zeros(len(row)) for row in self._once_bytes]
 
     def _memory(self) -> tuple[np.ndarray, ...]:
         """With `in_flight` microbatches kept."""

@@ -145,22 +145,30 @@ class StageProblem(LimitedProblem):
                 self._cotangents[node] = self.local_bytes(value, specs)
                 self._workspace[node] = self._workspace[node] + self._cotangents[node]
         self._throughout = [self._input_bytes[n] if n in constant else nothing[n] for n in range(len(nothing))]
-        self._once_bytes = [a + b for a, b in zip(self._throughout, self._workspace, strict=True)]
+        self._constant_bytes = [a + b for a, b in zip(self._throughout, self._workspace, strict=True)]
         stays = kept_inputs(graph)
-        self._each_bytes = [*self._bytes]
+        self._kept_by_node = [*self._bytes]
         self._received_bytes = {}
         for value in self._received:
             # The whole program's inputs are there for all microbatches; what is received, for those in flight, unless
             # only the forward pass reads it: a loop keeps its carry itself.
             node = self.input_node[value]
             self._received_bytes[node] = self._input_bytes[node] / microbatches * (value in stays)
-            self._each_bytes[node] = self._each_bytes[node] + self._received_bytes[node]
+            self._kept_by_node[node] = self._kept_by_node[node] + self._received_bytes[node]
+
+    @cached_property
+    def _once_bytes(self) -> Sequence[np.ndarray]:
+        return self._constant_bytes
+
+    @property
+    def _each_bytes(self) -> Sequence[np.ndarray]:
+        return self._kept_by_node
 
     @cached_property
     def least_bytes(self) -> LeastBytes:
         """Lower bounds on the bytes of all choices, on one device."""
         return LeastBytes(
-            constant=_least(self._throughout), workspace=self._least_workspace, kept=_least(self._each_bytes),
+            constant=_least(self._throughout), workspace=self._least_workspace, kept=_least(self._kept_by_node),
         )  # fmt: skip
 
     @property
@@ -179,7 +187,7 @@ class StageProblem(LimitedProblem):
     @cached_property
     def _flat_bytes(self) -> FlatNodes:
         """Bytes throughout, of the workspace and for each microbatch in flight."""
-        return FlatNodes(self._throughout, self._workspace, self._each_bytes)
+        return FlatNodes(self._throughout, self._workspace, self._kept_by_node)
 
     def release(self) -> None:
         """Free what solving it and adding it up has prepared."""
