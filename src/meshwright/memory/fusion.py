@@ -299,12 +299,12 @@ class Fusion:
     def _is_stored(
         self, kernel: Kernel, above: dict[int, int], blocked: set[int], in_products: set[int], readers: int
     ) -> bool:
-        """Whether a value is one that `_not_recomputable` returns; that of its readers is known.
+        """Whether the result of a kernel is stored, and not computed again by each kernel that reads it.
 
         Args:
-          kernel: its own.
+          kernel: one that may be computed again; of all that read its result this is decided.
           above: what each kernel needs, itself included, as bits.
-          blocked: those known so far.
+          blocked: the values that are stored, as far as they are known.
           in_products: kernels that matrix products alone compute; this one is added.
           readers: how many kernels would read the kernel's operands instead of its result, through others too.
         """
