@@ -31,10 +31,11 @@ from meshwright.search.intra.limited import LimitedProblem
 from meshwright.search.intra.node_merging import node_merging_of_one_program
 from meshwright.search.intra.problem import IntraOpProblem, ParameterInfo
 from meshwright.search.intra.workspace import workspace_of
-from meshwright.search.one_stage.driver import OneStageSearch
+from meshwright.search.pipelines.driver import StageSearch
 from meshwright.search.pipelines.request import StageRequest
 from meshwright.search.prices.choices import values_of_parameters
 from meshwright.search.restrictions.constraints import Constraints
+from meshwright.search.stages.reserve import MemoryReserve
 from meshwright.sharding import Spec, convert
 from meshwright.solve import solve
 
@@ -217,13 +218,19 @@ class Priced:
         self.of_parameters = values_of_parameters(graph)
         self.shared = node_merging_of_one_program(graph, self.cluster.device.compiler).shared
 
-    def search(self) -> OneStageSearch:
+    def search(self) -> StageSearch:
         request = StageRequest(
             programs=[whole_program(self.program)], parameters=self.parameters, cluster=self.cluster,
             mesh=[(self.mesh.axis_names, self.mesh.shape)], constraints=Constraints(layouts=self.case.pins),
-            remat="none",
+            remat="none", alone=True, gap=0.0,
         )  # fmt: skip
-        return OneStageSearch(request, gap=0.0)
+        return StageSearch(request)
+
+    def leaving(self, limit_bytes: float) -> Callable[[int], MemoryReserve]:
+        """What is reserved where so many bytes may be counted on a device."""
+        usable = self.cluster.device.usable_memory_bytes
+        # Which rounds to less than a millionth of a byte.
+        return lambda count: MemoryReserve(final=usable - min(limit_bytes + 1e-6, usable))
 
     def assignments(self) -> Iterator[tuple[int, ...]]:
         return itertools.product(*(range(len(choices)) for choices in self.problem.choices))
@@ -436,14 +443,14 @@ def test_the_search_finds_the_least_of_all_assignments(priced: Priced) -> None:
     search = priced.search()
     for limit in limits:
         expected = seconds[memory <= limit].min()
-        plan = search.run(lambda count, limit=limit: limit).plan
+        plan = search.run(priced.leaving(limit)).plan
         assert plan.predicted.step_seconds == pytest.approx(expected, rel=1e-9), limit
         assert plan.predicted.optimality_gap <= 1e-9
         assert plan.stages[0].memory.total <= limit * (1 + 1e-9)
         chosen = priced.limited.solve(limit).solution.choices
         assert priced.price(chosen)[0] == pytest.approx(expected, rel=1e-9)
     with pytest.raises(MemoryExceeded):
-        search.run(lambda count: 0.99 * least_memory)
+        search.run(priced.leaving(0.99 * least_memory))
 
 
 def test_memory_decides_in_most_cases() -> None:

@@ -123,7 +123,7 @@ def test_bounds_of_all_numbers_are_broken_off_where_a_plan_is_known(monkeypatch:
     extend = inter_op._Search._extend
 
     def extending(self: Any, *args: Any) -> None:
-        extended[0] += 1
+        extended[0] += self.problem.layers > 1
         extend(self, *args)
 
     monkeypatch.setattr(inter_op._Search, "_extend", extending)
@@ -182,7 +182,7 @@ def test_one_stage_is_looked_at_no_longer_than_there_is_time(room: float) -> Non
     late = plan_for(target.step, args, cluster=CLUSTER, memory_per_device=memory, time_limit_seconds=0)
     assert late.plan.predicted is not None
     assert seconds(late.plan) * (1 - late.plan.predicted.optimality_gap) <= seconds(best) <= seconds(late.plan)
-    assert any("microbatches and more: not searched, out of time, " in str(one) for one in late.considered)
+    assert any("microbatches: not searched, out of time" in str(one) for one in late.considered)
 
 
 def test_several_stages_that_were_not_looked_at_are_in_the_gap() -> None:

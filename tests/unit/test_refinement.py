@@ -19,6 +19,7 @@ from meshwright.planning.advice import with_advice
 from meshwright.planning.plan_for import plan_for
 from meshwright.planning.refine import NOT_COUNTED, Refinement
 from meshwright.planning.request import PlanOptions
+from meshwright.program.staged import whole_program
 from meshwright.search.result import NothingFaster, SearchResult
 
 CLUSTER = load_cluster("rtx4090-4")
@@ -123,7 +124,7 @@ def test_without_time_to_write_it_out_a_plan_says_so(
 def test_one_stage_is_not_returned_as_a_pipeline_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     two = plan_for(*small(), cluster=CLUSTER, stages=2, microbatches=2).plan
     clocked = Clocked(monkeypatch, seconds=0.0, taken=1.0, too_large=0)
-    staged: Any = replace(found(), stages=(SimpleNamespace(),))
+    staged: Any = replace(found(), program=whole_program(found().program))
     with pytest.raises(NothingFaster):
         clocked.refinement.run(lambda missed, seconds: staged, **WORDS)
     several = replace(staged, plan=two)

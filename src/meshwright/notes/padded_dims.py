@@ -19,7 +19,7 @@ from ..program.staged import staged_program, whole_program
 from ..program.trace import Program
 from ..search.inter.submeshes import Submesh, Submeshes
 from ..search.intra.parameters import parameter_infos
-from ..search.one_stage.driver import OneStageSearch
+from ..search.pipelines.driver import StageSearch
 from ..search.pipelines.request import StageRequest
 from ..search.restrictions.constraints import Constraints
 
@@ -122,17 +122,16 @@ def solved_seconds(
     ]
     where = Submesh(min(stage.devices), max(stage.devices) + 1)
     whole = replace(
-        whole_program(program), graph=graph, microbatches=plan.microbatches_of(number),
-        split_dims=program.split_dims if one else (),
+        whole_program(program), graph=graph, layers=((0, 1 + max(operator.path[0] for operator in graph.operators)),),
+        microbatches=plan.microbatches_of(number), split_dims=program.split_dims if one else (),
     )  # fmt: skip
     request = StageRequest(
         programs=[whole], parameters=parameters, cluster=cluster if one else Submeshes(cluster).part(where),
         mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))],
         constraints=replace(constraints, gradient_exchange=stage.gradient_exchange),
-        remat="layer" if stage.rematerialised else "none",
+        remat="layer" if stage.rematerialised else "none", alone=True, time_limit_seconds=max(seconds, 0.0),
     )  # fmt: skip
-    search = OneStageSearch(request, time_limit_seconds=max(seconds, 0.0))
-    predicted = search.run(lambda count: stage.memory_limit_bytes).plan.predicted
+    predicted = StageSearch(request).run().plan.predicted
     assert predicted is not None  # the search prices what it finds
     return predicted.step_seconds
 

@@ -9,9 +9,9 @@ from math import prod
 
 from ..errors import PlanError
 from ..search.driver import WORTH, Part
-from ..search.one_stage.driver import GAP
 from ..search.pipelines.driver import StageSearch
 from ..search.result import NothingFaster, SearchResult
+from ..search.stages.solver import GAP
 from .one_stage import OneStagePlanner, fits_in_few, plan_one_stage
 from .request import PlanRequest
 from .stages import is_large, plan_stages

@@ -8,11 +8,11 @@ from math import inf, isfinite
 
 from ..errors import smaller_words
 from ..search.intra.parameters import parameter_infos
-from ..search.one_stage.driver import GAP, OneStageSearch
-from ..search.one_stage.ways import Variant, whole_solver
+from ..search.pipelines.driver import StageSearch
 from ..search.pipelines.request import StageRequest
 from ..search.result import SearchResult
 from ..search.stages.reserve import MissedMemory
+from ..search.stages.solver import GAP
 from .microbatch_counts import microbatch_counts
 from .programs import WholePrograms
 from .refine import ATTEMPTS, MARGIN, Refinement, Search
@@ -39,7 +39,7 @@ class OneStagePlanner:
 
     def __init__(self, asked: PlanRequest, *, gap: float = GAP) -> None:
         self._asked = asked
-        self._search = OneStageSearch(_whole(asked), tell=asked.tell, gap=gap)
+        self._search = StageSearch(replace(_whole(asked), gap=gap))
         self._refinement = Refinement(asked)
         self._draft: SearchResult | None = None
 
@@ -81,18 +81,16 @@ class OneStagePlanner:
         )  # fmt: skip
 
     def _search_for(self, faster_than_seconds: float, time_limit_seconds: float) -> Search:
-        asked, device = self._asked, self._asked.cluster.device
+        asked = self._asked
         until = time.perf_counter() + time_limit_seconds
 
         def find(missed: MissedMemory, seconds: float) -> SearchResult:
             drafted, self._draft = self._draft, None
             if drafted is not None:
                 return drafted
-            self._search.deadline = min(time.perf_counter() + seconds, until)
-            found = self._search.run(
-                lambda count: missed(count).limit(device.usable_memory_bytes, last=True),
-                faster_than_seconds=faster_than_seconds,
-            )
+            asked.tell("searching one stage")
+            left = max(min(seconds, until - time.perf_counter()), 0.0)
+            found = self._search.run(missed, time_limit_seconds=left, faster_than_seconds=faster_than_seconds)
             return replace(found, program=asked.program(found.plan.microbatches))
 
         return find
@@ -101,11 +99,12 @@ class OneStagePlanner:
 def fits_in_few(asked: PlanRequest) -> bool:
     """Whether a device may hold its share of the batch, in few microbatches, with nothing computed again. One stage is
     soon planned then: many microbatches are of no use, and memory does not bind much."""
-    request = _whole(asked)
-    first, *_ = programs = request.by_microbatches
-    most = max(count for count in programs if count <= max(_FEW, first))
-    usable = asked.cluster.device.usable_memory_bytes / MARGIN
-    return Variant(whole_solver(request, programs[first]), "none").least_bytes(most) <= usable
+    base = StageSearch(_whole(asked)).costs.base
+    if base is None:
+        return False
+    first, usable = base.program.microbatches, asked.cluster.device.usable_memory_bytes / MARGIN
+    most = max(count for count in microbatch_counts(asked) if count <= max(_FEW, first))
+    return base.solver.least_bytes_alone(most) <= usable
 
 
 def _whole(asked: PlanRequest) -> StageRequest:
@@ -115,5 +114,5 @@ def _whole(asked: PlanRequest) -> StageRequest:
     counts = microbatch_counts(asked)
     return StageRequest(
         programs=WholePrograms(asked, counts if first.marked else counts[:1]), parameters=parameter_infos(first),
-        cluster=asked.cluster, constraints=asked.constraints_in(first), remat=asked.remat, stages=1, mesh=asked.mesh,
+        cluster=asked.cluster, constraints=asked.constraints_in(first), remat=asked.remat, alone=True, mesh=asked.mesh,
     )  # fmt: skip

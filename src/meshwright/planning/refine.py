@@ -22,6 +22,7 @@ from ..errors import MemoryExceeded, size_words
 from ..lowering.pipeline.stage_memory import StageMemory
 from ..lowering.written_out import written_out
 from ..plan import Plan, Stage
+from ..program.staged import StagedProgram
 from ..search.considered import Considered
 from ..search.result import NothingFaster, SearchResult, plan_words
 from ..search.stages.reserve import MissedMemory
@@ -153,7 +154,7 @@ class Refinement:
             one stage gathers parameters again for its backward pass, and the one program that it becomes does not
             (gpt3-1.3b in 64 microbatches on eight V100: 0.96 and 1.52 times the memory).
         """
-        if known or (len(found.plan.stages) == 1 and found.stages):
+        if known or (len(found.plan.stages) == 1 and isinstance(found.program, StagedProgram)):
             late = Considered(plan_words(found.plan), "not written out, out of time", seconds=found.step_seconds)
             raise NothingFaster(found.least_seconds, (*found.considered, late))
         return found.noted(NOT_COUNTED)

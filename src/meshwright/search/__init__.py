@@ -7,7 +7,7 @@ Each package here uses those named before it:
 * `intra`: the layouts of one stage, within a limit of memory;
 * `inter`: submeshes and their logical meshes; layers on submeshes, as numbers for the dynamic program;
 * `stages`: what a range of layers takes and holds on a submesh;
-* `one_stage`, `pipelines`: the default search, for one stage and for several;
+* `pipelines`: the default search, for one stage and for several;
 * `space`: all plans as data, for searches that walk through them;
 * `rivals`: the search methods of the literature, on that space.
 """

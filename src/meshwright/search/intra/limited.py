@@ -230,11 +230,6 @@ class LimitedProblem(IntraOpProblem):
         """
         return self._known_within(limit_bytes, gap).found
 
-    def bounded_within(self, limit_bytes: float, *, gap: float) -> tuple[IntraOpSolution | None, float]:
-        """The result of `within`, and a lower bound on the seconds of all layouts within the limit."""
-        known = self._known_within(limit_bytes, gap)
-        return known.found, known.least_seconds
-
     def around(self, limit_bytes: float, *, gap: float) -> list[tuple[tuple[int, ...], float]]:
         """Choices that prices of memory find around a limit, each with the share of its seconds that any choices need
         in its bytes: for stages that share the memory of a device, of which some may have more than their share.

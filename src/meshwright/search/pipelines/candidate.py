@@ -55,15 +55,19 @@ class Candidate:
         """These stages under a schedule, in a few words."""
         count = self.costs.program.microbatches
         if len(self.stages) == 1:
-            solved: SolvedStage = self.stages[0].option.tag
-            mesh = [(axis.name, axis.size) for axis in solved.mesh.axes]
-            return one_stage_words(count, mesh, rematerialised=bool(solved.segments))
+            return words_of_one(count, self.stages[0].option.tag)
         return stages_words(count, schedule, [(s.last - s.first, s.submesh.size) for s in self.stages])
 
     def all_schedules(self) -> Iterator[tuple[str, float]]:
         """The words and the seconds of a step under every schedule that fits."""
         for name, seconds in ((self.scheduled.name, self.seconds), *self.scheduled.others):
             yield self.words(name), seconds
+
+
+def words_of_one(microbatches: int, stage: SolvedStage) -> str:
+    """A plan of one stage, in a few words."""
+    mesh = [(axis.name, axis.size) for axis in stage.mesh.axes]
+    return one_stage_words(microbatches, mesh, rematerialised=bool(stage.segments))
 
 
 def better(best: Candidate | None, others: Iterable[Candidate]) -> Candidate | None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from math import inf, isfinite
 
-from ...errors import PlanError
+from ...errors import MemoryExceeded, PlanError
 from ..alternative import nearest
 from ..best_known import BestKnown, bounds, gap_of, handicap
 from ..considered import Considered
@@ -30,7 +30,7 @@ from ..result import NothingFaster as NothingFaster, SearchResult as SearchResul
 from ..stages.costs import StageCosts
 from ..stages.part_rows import OutOfTime
 from ..stages.reserve import MemoryReserve, nothing_reserved
-from .candidate import Candidate, better, certified, merged, scheduled
+from .candidate import Candidate, better, certified, merged, scheduled, words_of_one
 from .deadline import Deadline
 from .finished import FinishedPlans
 from .interleaving import Interleaving
@@ -163,7 +163,7 @@ class StageSearch:
             self._search(bounded=False)
             best = self._simulate(None)
         if best is None:
-            raise self.costs.nothing_fits()
+            raise self._nothing_fits()
         best, whole = self._merged(best)
         if whole.penalised_seconds >= known:
             raise self._nothing_faster()
@@ -194,9 +194,16 @@ class StageSearch:
             best = self._simulate(None)
         if isfinite(self._known):
             raise self._nothing_faster()
+        raise self._nothing_fits()
+
+    def _nothing_fits(self) -> PlanError:
+        """Why there is no plan; a refusal for memory has the bound of what was ruled out for the moment."""
         error = self.costs.nothing_fits()
-        error.least_seconds = self._least_seconds
-        raise error
+        if isinstance(error, MemoryExceeded) and self.costs.left_open:
+            error.least_seconds = self.bounds.floor
+        elif isinstance(error, MemoryExceeded) and self.finished.dropped:
+            error.least_seconds = self._least_seconds
+        return error
 
     def _again(self, last: FinishedPlans) -> Candidate | None:
         """The best plan of the last run that fits in the memory of this run: the first incumbent."""
@@ -231,7 +238,9 @@ class StageSearch:
           PlanError: what was wrong with the first number, if the step cannot be cut into any.
         """
         left, expected = sorted(self.counts, reverse=True), dict.fromkeys(self.counts, self.bounds.floor)
-        last: int | None = None  # where there is no plan yet the next finer number is the next best guess
+        # Where there is no plan yet the next finer number is the next best guess. One stage has no ends that more
+        # microbatches would fill.
+        last: int | None = self.counts[0] if self.request.alone else None
         refused: PlanError | None = None
         all_bounded = not bounded
         while left:
@@ -351,7 +360,8 @@ class StageSearch:
     def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> bool:
         """Solve a problem by estimates, then the ranges of its best plan, and repeat until that plan has only solved
         ranges. Returns whether there may be a plan that is faster than the incumbent."""
-        considered = partial(Considered, costs.program.microbatches, schedule=problem.order)
+        order = problem.order if not self.request.alone else None
+        considered = partial(Considered, costs.program.microbatches, schedule=order)
         if bounded:
             self._bound(costs, problem)
         least = inf
@@ -364,12 +374,15 @@ class StageSearch:
                     self.unsearched = min(self.unsearched, most * handicap(problem.order))
                 return not isfinite(most)
             left = costs.solve_all(problem, found.stages)
+            if len(found.stages) == 1:
+                self._tell_ways(costs, found.stages[0])
             for stages in (found.stages, *found.others):
                 self._keep(number, costs, problem, stages)
             least = found.lower_bound
             if not left:
-                sizes = " ".join(f"{s.last - s.first}x{s.submesh.size}" for s in found.stages)
-                self.considered.append(considered(f"with layers x devices {sizes}", seconds=found.seconds))
+                if len(found.stages) > 1:
+                    sizes = " ".join(f"{s.last - s.first}x{s.submesh.size}" for s in found.stages)
+                    self.considered.append(considered(f"with layers x devices {sizes}", seconds=found.seconds))
                 break
             if self.deadline.over:
                 self.considered.append(considered(f"{found.seconds:.6g} s by estimates, out of time"))
@@ -377,6 +390,14 @@ class StageSearch:
         if bounds(problem.order):
             self.unsearched = min(self.unsearched, least * handicap(problem.order))
         return True
+
+    def _tell_ways(self, costs: StageCosts, stage: PlacedStage) -> None:
+        """Record each way to run the step in one stage that was solved."""
+        for option in costs.solved_ways(stage.first, stage.last, stage.submesh, 1):
+            seconds = costs.estimates.step_seconds(option)
+            words = words_of_one(costs.program.microbatches, option.tag)
+            self.considered.append(Considered(words, seconds=seconds))
+            self.finished.simulated[words] = min(seconds, self.finished.simulated.get(words, inf))
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """Exclude ranges that are too slow for any plan to beat the incumbent, or before there is one a first plan by

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...errors import MemoryExceeded, PlanError
+from ...errors import PlanError
 from ...program.staged import StagedProgram
+from ..inter.logical_meshes import meshes_alone
 from ..inter.submeshes import Submesh, Submeshes
 from ..stages.costs import StageCosts
 from ..stages.reserve import MemoryReserve, nothing_reserved
-from .request import StageRequest, check_layers, nothing_fits
+from ..stages.solver import GAP, RANGE_GAP
+from .request import StageRequest, check_layers, no_layouts, nothing_fits, nothing_fits_alone, unsolved
 
 
 class MicrobatchCosts:
@@ -70,16 +72,31 @@ class MicrobatchCosts:
         except PlanError:
             return None
 
-    def nothing_fits(self) -> MemoryExceeded:
-        """The error for a request of which no plan fits."""
-        usable = self._request.cluster.device.usable_memory_bytes
-        left = max(self.reserve(count).limit(usable, last=False) for count in self.counts)
-        return nothing_fits(self._request, usable, left, min(costs.solver.least_state_bytes for costs in self.all))
+    def nothing_fits(self) -> PlanError:
+        """The error for a request that has no plan: nothing fits, or no layouts satisfy what is fixed."""
+        request, usable = self._request, self._request.cluster.device.usable_memory_bytes
+        if not any(costs.has_layouts(place) for costs in self.all for place in self._places):
+            return no_layouts(request)
+        if self.left_open:
+            return unsolved(request)
+        left = max(self.reserve(count).limit(usable, last=True) for count in self.counts)
+        if request.alone:
+            least, costs = min(((one.least_bytes(self._places[0]), one) for one in self.all), key=lambda one: one[0])
+            error = nothing_fits_alone(request, usable, left, least, costs.program)
+        else:
+            error = nothing_fits(request, usable, left, min(costs.solver.least_state_bytes for costs in self.all))
+        refused = next((made for made in self._made.values() if isinstance(made, PlanError)), None)
+        return error if refused is None else error.but(f"more microbatches are out of the question: {refused}")
 
     @property
     def all(self) -> list[StageCosts]:
         """All costs made so far, the fewest microbatches first."""
         return [made for _, made in sorted(self._made.items()) if isinstance(made, StageCosts)]
+
+    @property
+    def left_open(self) -> bool:
+        """Whether of some stage the solver found nothing in the time that it had."""
+        return any(costs.solver.left_open for costs in self.all)
 
     def forget_estimates(self) -> None:
         """Drop all estimates, and with them the limits on which ranges are estimated."""
@@ -91,13 +108,28 @@ class MicrobatchCosts:
         bounds are known from a `coarser` number."""
         request = self._request
         own = dict(zip(self._places, ([mesh] for mesh in request.stage_meshes or ()), strict=False))
+        alone, mesh = request.alone, request.mesh
+        if alone:
+            mesh = meshes_alone(request.cluster, mesh, len(program.graph.operators))
         made = StageCosts(
             program, parameters=request.parameters, submeshes=self._submeshes, constraints=request.constraints,
-            remat=request.remat, meshes=request.mesh, own_meshes=own, coarser=coarser, check=self._check,
-            most_layers=len(program.layers) + 1 - (request.stage_count or 1),
+            remat=request.remat, meshes=mesh, own_meshes=own, coarser=coarser, check=self._check, alone=alone,
+            most_layers=len(program.layers) + 1 - (request.stage_count or 1), gap=self._gap,
         )  # fmt: skip
+        if alone and request.remat == "layer" and not made.solver.segments(0, 1):
+            raise PlanError(
+                refused='remat="layer"', got="a program in which no cut into layers saves memory",
+                needed="several layers whose results are kept for the backward pass", where="the loss function",
+                try_='remat="none"',
+            )  # fmt: skip
         made.reserve(self.reserve(program.microbatches))
         return made
+
+    @property
+    def _gap(self) -> float:
+        if self._request.gap is not None:
+            return self._request.gap
+        return GAP if self._request.alone else RANGE_GAP
 
     def _coarser(self, count: int) -> StageCosts | None:
         """Of the most microbatches, fewer than these, in which stages have been searched; or of the fewest there

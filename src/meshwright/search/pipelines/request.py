@@ -40,6 +40,8 @@ class StageRequest:
       remat: "none", "layer", or None to choose for each stage.
       schedules: schedules to choose from, names of `SIMULATED`.
       stages: how many stages there are to be; None to choose.
+      alone: whether there is to be one stage, as the one program that it runs as (`StageProblem`). Programs are whole
+        then (`program.staged.whole_program`).
       several: whether plans of one stage are left out.
       submeshes: how many devices each stage has, in order; None to choose.
       layers: how many layers each stage has, in order; None to choose.
@@ -47,6 +49,7 @@ class StageRequest:
       stage_meshes: the logical mesh of each stage, in order, as (names, sizes); None to choose. Needs `submeshes`.
       time_limit_seconds: after it, the best plan found by then is taken.
       faster_than_seconds: of the step of a plan that is known; others are not wanted.
+      gap: relative, to which ranges are solved; None for what is usual.
     """
 
     programs: Sequence[StagedProgram] | Mapping[int, StagedProgram]
@@ -56,6 +59,7 @@ class StageRequest:
     remat: str | None = None
     schedules: Sequence[str] = SIMULATED
     stages: int | None = None
+    alone: bool = False
     several: bool = False
     submeshes: Sequence[int] | None = None
     layers: Sequence[int] | None = None
@@ -63,6 +67,7 @@ class StageRequest:
     stage_meshes: Sequence[WantedMesh] | None = None
     time_limit_seconds: float = 60.0
     faster_than_seconds: float = float("inf")
+    gap: float | None = None
 
     @property
     def by_microbatches(self) -> Mapping[int, StagedProgram]:
@@ -74,6 +79,8 @@ class StageRequest:
     @property
     def stage_count(self) -> int | None:
         """The given number of stages, whether as `stages`, `submeshes` or `layers`; None for any number."""
+        if self.alone:
+            return 1
         told = next((given for given in (self.submeshes, self.layers) if given is not None), None)
         return self.stages if told is None else len(told)
 
@@ -92,6 +99,8 @@ def schedules_for(request: StageRequest, program: StagedProgram | None) -> tuple
       request: of the search.
       program: in any number of microbatches; None where there is none.
     """
+    if request.alone:
+        return ("one_f_one_b",)  # of all orders of one stage the first
     asked = tuple(request.schedules)
     if program is None or not program.scan_splits or set(asked) == {"zero_bubble"}:
         return asked
@@ -129,6 +138,8 @@ def check_request(request: StageRequest) -> None:
         sizes, needed = ", ".join(map(str, request.submeshes)), f"the {devices} of cluster {request.cluster.name}"
         got = f"{sum(request.submeshes)} devices in all"
         raise _refusal(f"stages on {sizes} devices", got, needed, "submeshes=None")
+    for names, sizes in request.mesh if request.alone else ():
+        request.cluster.logical_mesh(sizes, names)  # which refuses what is none of these devices
     check_remat(request.remat)
     for name in request.schedules or ("",):
         if name not in SIMULATED:
@@ -191,6 +202,8 @@ def placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, ..
     """
     if request.submeshes is None:
         devices = request.cluster.num_devices
+        if request.alone:
+            return (Submesh(0, devices),)
         return tuple(one for one in submeshes.all if not request.several or one.size < devices)
     bounds = list(accumulate(request.submeshes, initial=0))
     found = tuple(Submesh(a, b) for a, b in pairwise(bounds))
@@ -212,6 +225,50 @@ def check_room(request: StageRequest, least_bytes: float) -> None:
         raise nothing_fits(request, room, room, least_bytes)
 
 
+def no_layouts(request: StageRequest) -> PlanError:
+    """The error for a request of which no layouts satisfy what is fixed."""
+    return PlanError(
+        refused=_plan_words(request),
+        got="pins or a ZeRO stage that no choice of layouts satisfies, whatever the memory",
+        needed="wishes that some layouts satisfy", where="pins=, zero=", try_="leaving one of them out",
+    )  # fmt: skip
+
+
+def unsolved(request: StageRequest) -> MemoryExceeded:
+    """The error for a request for which the solver found nothing in time."""
+    return MemoryExceeded(
+        refused=_plan_words(request), got="layouts of which the solver found none that fit in the time that it had",
+        needed="more time, or more memory", where="time_limit_seconds=", try_="a longer time limit, or more devices",
+    )  # fmt: skip
+
+
+def _plan_words(request: StageRequest) -> str:
+    what = "a plan" if request.alone else "a staged plan"
+    return f"{what} for {request.cluster.num_devices} x {request.cluster.device.kind}"
+
+
+def nothing_fits_alone(
+    request: StageRequest, usable_bytes: float, counted_bytes: float, least_bytes: float, program: StagedProgram
+) -> MemoryExceeded:  # fmt: skip
+    """The error for a request for one stage that does not fit.
+
+    Args:
+      request: of the search.
+      usable_bytes: of a device.
+      counted_bytes: what of it the search may count.
+      least_bytes: on a device, of all layouts.
+      program: in the number of microbatches that has them.
+    """
+    graph = program.graph
+    largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
+    what = f", largest parameter {largest.name} {largest.shape} of {size_words(largest.bytes)}" if largest else ""
+    return MemoryExceeded(
+        refused=_plan_words(request), got=room_words(usable_bytes, counted_bytes),
+        needed=f"at least {size_words(least_bytes)} on a device, with {program.microbatches} microbatches{what}",
+        where="stage 1 of 1", try_=smaller_words(request.remat),
+    )  # fmt: skip
+
+
 def nothing_fits(
     request: StageRequest, usable_bytes: float, counted_bytes: float, least_bytes: float
 ) -> MemoryExceeded:  # fmt: skip
@@ -225,7 +282,7 @@ def nothing_fits(
     """
     counts = ", ".join(map(str, sorted(request.by_microbatches)))
     return MemoryExceeded(
-        refused=f"a staged plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
+        refused=_plan_words(request),
         got=room_words(usable_bytes, counted_bytes),
         needed=f"more in every plan: {size_words(least_bytes)} for parameters, gradients and optimizer state, if split "
         f"evenly, and what {counts} microbatches keep",

@@ -1,9 +1,9 @@
 """The default search, priced in the same space as the others.
 
 Paper: Zheng et al., "Alpa: automating inter- and intra-operator parallelism for distributed deep learning", OSDI
-2022. Method: a dynamic program over stages with the integer program of each stage inside (`search.pipelines`), and the
-queue of one-stage plans (`search.one_stage`), compared by `search.driver`: the second only has to find something faster
-than the first.
+2022. Method: a dynamic program over stages with the integer program of each stage inside (`search.pipelines`), once for
+one stage, which runs as one program, and once for several, compared by `search.driver`: the second only has to find
+something faster than the first.
 
 Cost: that of planning. Limits: neither search yields plans on the way, so its curve has few points. What the dynamic
 program proves holds as far as its estimates of ranges are lower bounds (docs/stages.md, *The gap*), and two percent
@@ -21,7 +21,6 @@ from ...program.staged import whole_program
 from ...schedule import WORTH_SPLITTING
 from ..driver import Part, search_parts
 from ..inter.submeshes import Submesh
-from ..one_stage.driver import OneStageSearch
 from ..pipelines.driver import StageSearch
 from ..pipelines.request import SMALL_PROGRAM
 from ..result import SearchResult
@@ -65,12 +64,12 @@ class Hierarchical:
 
 
 def _one_stage(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:
-    usable = space.cluster.device.usable_memory_bytes
-    programs = [whole_program(space.stages.program(count).source) for count in space.counts]
-    search = OneStageSearch(replace(space.request, programs=programs), time_limit_seconds=seconds, gap=space.gap)
-    return search.run(
-        lambda count: space.stages.reserve(count).limit(usable, last=True), faster_than_seconds=faster_than_seconds
-    )
+    request = replace(
+        space.request, alone=True, programs=[whole_program(space.stages.program(n).source) for n in space.counts],
+        time_limit_seconds=seconds, faster_than_seconds=faster_than_seconds, gap=space.gap,
+    )  # fmt: skip
+    found = StageSearch(request).run(space.stages.reserve)
+    return replace(found, stages=())  # layers are not those of the space
 
 
 def _several_stages(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:

@@ -30,8 +30,9 @@ from ..pipelines.timing import best_schedule, staged_timing
 from ..prices.least_work import least_work_by_equation
 from ..stages.costs import StageCosts, option_of
 from ..stages.reserve import MemoryReserve, nothing_reserved
+from ..stages.solver import GAP
 from .choice import Choice
-from .stages import GAP, SECONDS_PER_SOLVE, Stages
+from .stages import SECONDS_PER_SOLVE, Stages
 from .structures import Structures
 
 # Priced choices that are kept, of a large model 10 kB each: a walk comes back to few.

@@ -15,14 +15,13 @@ from ...errors import PlanError
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import Kinds, meshes_alone
 from ..inter.submeshes import Submesh, Submeshes
-from ..one_stage.driver import GAP as GAP
 from ..pipelines.request import StageRequest, check_layers, check_request, placements
 from ..prices.choices import OperatorChoice
 from ..stages.costs import StageCosts
 from ..stages.problem import StageProblem
 from ..stages.reserve import MemoryReserve, nothing_reserved
 from ..stages.solved import SolvedStage
-from ..stages.solver import Place
+from ..stages.solver import GAP, Place
 from .choice import Choice, LayoutNumbers, StageChoice
 from .layouts import Layouts
 

@@ -44,6 +44,7 @@ class StageCosts:
       check: called before what can take long; raises `OutOfTime` where there is no time for it.
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
       most_layers: of a stage: how many a given number of stages leaves for one; None for all.
+      gap: relative, to which ranges are solved.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class StageCosts:
         check: Callable[[], None] = lambda: None,
         alone: bool = False,
         most_layers: int | None = None,
+        gap: float = RANGE_GAP,
     ) -> None:
         self.program = program
         self.submeshes = submeshes
@@ -68,8 +70,9 @@ class StageCosts:
 
         def solver(of: StagedProgram) -> StageSolver:
             return StageSolver(
-                of, parameters=parameters, submeshes=submeshes, constraints=constraints, kinds=kinds, alone=alone
-            )
+                of, parameters=parameters, submeshes=submeshes, constraints=constraints, kinds=kinds,
+                alone=alone, gap=gap,
+            )  # fmt: skip
 
         parts = in_parts(program)
         self.solver = solver(program)
@@ -82,6 +85,7 @@ class StageCosts:
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()
         self._solved: dict[tuple[int, int], dict[int, tuple[Option, ...]]] = {}
+        self._ways: dict[tuple[int, int, int], Sequence[Option]] = {}
         self._within: dict[tuple[int, int, int, float], Option | None] = {}
         self._around: dict[tuple[int, int, int, float, int], tuple[Option, ...]] = {}
         self._estimated: dict[tuple[int, int, int, int], tuple[Option, ...]] = {}
@@ -93,6 +97,14 @@ class StageCosts:
         return self.solver.solves + (parts.solves if parts is not self.solver else 0)
 
     # What the stage search asks
+
+    def has_layouts(self, submesh: Submesh) -> bool:
+        """Whether any part of the program can be laid out on a submesh as is asked, whatever the memory."""
+        return bool(np.isfinite(self.least(submesh)[0]).any())
+
+    def least_bytes(self, submesh: Submesh) -> float:
+        """A lower bound on the bytes of a device that all layers hold as one stage, with one microbatch in flight."""
+        return self.estimates.least_bytes(self.solver.kind_of[submesh])
 
     def options(self, first: int, last: int, submesh: Submesh, in_flight: int) -> Sequence[Option]:
         """Ways to run the layers `first` to before `last`; solved ones if there are any, else estimates."""
@@ -252,7 +264,12 @@ class StageCosts:
         limit = partial(self._limit_of, first, last, submesh)
         found = self._solved_ways(first, last, kind, in_flight, limit)
         known[in_flight] = best_of(found)
+        self._ways[self.solver.number(first, last), kind, in_flight] = found
         return known[in_flight]
+
+    def solved_ways(self, first: int, last: int, submesh: Submesh, in_flight: int) -> Sequence[Option]:
+        """All solutions that `solve` has found for a range, also those that others dominate."""
+        return self._ways.get((self.solver.number(first, last), self.solver.kind_of[submesh], in_flight), ())
 
     def _solved_ways(
         self, first: int, last: int, kind: int, in_flight: int, limit: Callable[[str], float], *, shared: bool = False
@@ -274,15 +291,15 @@ class StageCosts:
                 best = min(best, seconds)
         solved: list[Option] = []
         for number, (least, place, remat) in sorted(enumerate(tried), key=lambda one: one[1][0]):
-            option, enough = found[number], (1 - RANGE_GAP) * best
-            if option.tag.certain_share < 1 - RANGE_GAP and least < enough:
+            option, enough = found[number], (1 - self.solver.gap) * best
+            if option.tag.certain_share < 1 - self.solver.gap and least < enough:
                 # A way that is bound to be slower than another one need be bounded no closer.
                 stage = self.solver.within(place, remat, in_flight, limit(remat), enough_seconds=enough)
                 if stage is not None:
                     option = option_of(better_of(stage, option.tag))
                 seconds = self.estimates.step_seconds(option)
                 best, least = min(best, seconds), option.tag.certain_share * seconds
-            if option.tag.certain_share < 1 - RANGE_GAP and least >= enough:
+            if option.tag.certain_share < 1 - self.solver.gap and least >= enough:
                 continue  # what is uncertain is offered to no plan
             solved.append(option)
         return solved
@@ -348,7 +365,7 @@ class StageCosts:
           in_flight: microbatches.
         """
         stage, kind = option.tag, self.solver.kind_of[submesh]
-        if stage.certain_share >= 1 - RANGE_GAP:
+        if stage.certain_share >= 1 - self.solver.gap:
             return option
         place = Place(first, last, kind, self.solver.meshes[kind].index(stage.mesh))
         found = self.solver.within(place, "layer" if stage.segments else "none", in_flight, stage.held_bytes(in_flight))

@@ -46,9 +46,6 @@ _PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 # Below this share of the memory limit rematerialisation is not tried. Chosen, not measured.
 _EASY = 0.5
 
-# Two ways whose seconds differ by a smaller factor are the same: ranges are solved no closer (`RANGE_GAP`).
-_SAME = 1.01
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
@@ -87,9 +84,9 @@ class StageEstimates:
     ) -> None:  # fmt: skip
         self.program = program
         self.solver = solver
-        # While it is set, ranges whose fastest layouts do not fit are left out.
-        self.only_easy = False
+        self.only_easy = False  # while it is set, ranges whose fastest layouts do not fit are left out
         self.parts, self._check = PartRows(solver, check), check
+        self._same = 1 + solver.gap  # ways whose seconds differ by less are the same: ranges are solved no closer
         self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         # Of each layer the number of its first part, and the number of all parts.
@@ -149,6 +146,11 @@ class StageEstimates:
             both, forward, _ = np.concatenate([none, *(one[None] for _, _, one in self._freely(kind))]).min(axis=0)
             self._fastest[kind] = PARTS_ALONE * both, PARTS_ALONE * forward
         return self._fastest[kind]
+
+    def least_bytes(self, kind: int) -> float:
+        """Bytes on a device of a kind of submesh that no layouts of all layers are below, with one microbatch."""
+        whole, meshes = np.array([[0], [len(self._starts) - 1]]), range(len(self.solver.meshes[kind]))
+        return min(self._least(kind, n, remat, whole).sum() for n in meshes for remat in self._wishes)
 
     def _freely(self, kind: int) -> list[tuple[float, int, np.ndarray]]:
         """Of each logical mesh of a kind that has layouts, the fastest first: seconds of all ranges together, its
@@ -286,8 +288,6 @@ class StageEstimates:
         ends = range(len(self._starts))
         return np.array([self._reserve.limit(self._usable(kind), last=end == ends[-1], remat=remat) for end in ends])
 
-    # Tables
-
     def _place(self, kind: int, in_flight: int, share: float) -> tuple[RangeTable, int]:
         """A table that has so many in flight, and where."""
         key = kind, in_flight, share, self.only_easy
@@ -323,7 +323,7 @@ class StageEstimates:
         for number, every_low, every_once in bounds:
             low = every_low[open_ranges]
             weight = steps * low + every_once[open_ranges]
-            better = (best[0] <= _SAME * low) & (best[1] <= _SAME * weight)
+            better = (best[0] <= self._same * low) & (best[1] <= self._same * weight)
             open_ = (low <= most) & ~better
             looked_at = False
             for remat in self._wishes:
@@ -404,6 +404,10 @@ class StageEstimates:
             if not wanted.any():
                 break
             before, over = here, held
+        if self.solver.alone and before is not None and over is not None:
+            # Layouts between those that some price finds may fit: of the whole program that is worth finding out.
+            found[:, wanted] = before[:, wanted]
+            found[CONSTANT] -= np.where(wanted, np.maximum(over - limits, 0.0), 0.0)
         return found
 
     def _of_share(self, sums: np.ndarray, share: float) -> np.ndarray:

@@ -10,21 +10,24 @@ from typing import Any
 
 from ...program.cut import Cut
 from ...program.graph import Graph
+from ...program.residuals import kept_in_one_program
 from ...program.segments import Segments
 from ...program.staged import StagedProgram
 from ...solve import Infeasible, Unsolved
 from ..inter.logical_meshes import Kinds
 from ..inter.submeshes import Submeshes
 from ..intra.priced import Priced
-from ..intra.problem import IntraOpSolution, ParameterInfo
-from ..intra.workspace import Workspace
+from ..intra.problem import IntraOpSolution, ParameterInfo, trips_of
+from ..intra.workspace import AS_BAD, Workspace
+from ..prices.choices import values_of_parameters
 from ..restrictions.constraints import Constraints
 from .problem import StageProblem
 from .ranges import Ranges
 from .solved import SolvedStage
 
-# Ranges are solved to this relative gap: more than the cost model knows.
-RANGE_GAP = 1e-2
+# The relative gap to which ranges are solved: more than the cost model knows; and a stage that is the whole plan, where
+# there is but one range.
+RANGE_GAP, GAP = 1e-2, 2e-3
 
 _SECONDS_PER_SOLVE = 20.0
 
@@ -49,9 +52,12 @@ class StageSolver:
       constraints: what the user has fixed.
       kinds: of submeshes; who shares them can share numbers.
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
+      gap: relative, to which ranges are solved.
 
     Attributes:
       alone: the same.
+      gap: the same.
+      left_open: whether of some range the solver found nothing in the time that it had.
       platform: of the devices, as `Device.compiler`.
       adopted: of solutions of another program what they are here.
     """
@@ -65,13 +71,14 @@ class StageSolver:
         constraints: Constraints,
         kinds: Kinds,
         alone: bool = False,
+        gap: float = RANGE_GAP,
     ) -> None:
-        self.program, self.alone = program, alone
+        self.program, self.alone, self.gap = program, alone, gap
         self.platform = submeshes.cluster.device.compiler
         self._ranges = Ranges(program, alone=alone, platform=self.platform)
         self.submeshes = submeshes
         self.parameters = parameters
-        self.solves = 0
+        self.solves, self.left_open = 0, False
         self.kind_of, self.meshes = kinds, kinds.meshes
         self._constraints = constraints
         self._numbers: dict[Any, int] = {}
@@ -108,6 +115,17 @@ class StageSolver:
         total = sum(2 * graph.values[graph.inputs[p]].bytes for p in graph.parameters)
         total += sum(info.optimizer_bytes for info in self.parameters)
         return total / self.submeshes.cluster.num_devices
+
+    def least_bytes_alone(self, microbatches: int) -> float:
+        """A lower bound on the bytes of a device where the program is one stage and computes nothing again, in this
+        number of microbatches or a larger one: the state, the activations kept and the workspace, all split over all
+        devices. Activations and workspace at best halve with the microbatch."""
+        graph, workspace = self.graph(0, len(self.program.layers), "none")
+        kept = kept_in_one_program(graph, self.platform)
+        made = [v for v in kept - values_of_parameters(graph) if v in graph.producer]
+        held = sum(graph.values[v].bytes * trips_of(graph.operators[graph.producer[v][0]], v) for v in made)
+        held = (held + AS_BAD * workspace.bytes) / self.submeshes.cluster.num_devices
+        return self.least_state_bytes + held * self.program.microbatches / microbatches
 
     def number(self, first: int, last: int) -> int:
         """The number of a range of layers. Ranges share one if they are the same program with the same optimizer
@@ -195,11 +213,11 @@ class StageSolver:
         """The best solution whatever its memory, or None if no layout exists; `loosely` as of `within`."""
         key = self._key(place, remat)
         if key not in self._free and loosely and (found := self._freely(place, remat)) is not None:
-            if found.certain_share < 1 - RANGE_GAP:
+            if found.certain_share < 1 - self.gap:
                 return found
             self._free[key] = found
         if key not in self._free:
-            (one,) = self.priced(place, remat, [(0.0, 1)])
+            (one,) = self.priced(place, remat, [(0.0, 1)], gap=self.gap)
             self._free[key] = one[0].certain(one[1]) if one is not None else None
         return self._free[key]
 
@@ -216,7 +234,7 @@ class StageSolver:
         return self._once(place, remat, built, found.choices, found.share).certain(found.share)
 
     def priced(
-        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float = RANGE_GAP
+        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float
     ) -> list[tuple[SolvedStage, float] | None]:
         """The best solutions where memory has no limit but a price, each with the share of its seconds that is certain
         to be needed there; None for none.
@@ -335,7 +353,7 @@ class StageSolver:
             free = problem.fastest.choices
             workspace = min(problem.seconds(free).workspace_bytes, limit) if free is not None else 0.0
             with problem.keeping(in_flight):
-                found = problem.around((limit - workspace) / stages + workspace, gap=RANGE_GAP)
+                found = problem.around((limit - workspace) / stages + workspace, gap=self.gap)
         except Infeasible:
             return self.around(place, remat, in_flight, limit, stages) if self.relax(place) else []
         return [self._once(place, remat, built, choices, share).certain(share) for choices, share in found]
@@ -360,12 +378,15 @@ class StageSolver:
         self.solves += 1
         try:
             with problem.keeping(in_flight):
-                chosen = problem.within(limit, gap=RANGE_GAP) if loosely else None
+                chosen = problem.within(limit, gap=self.gap) if loosely else None
                 if chosen is None:
                     chosen = problem.proven(
-                        limit, gap=RANGE_GAP, time_limit_seconds=_SECONDS_PER_SOLVE, enough_seconds=enough_seconds
+                        limit, gap=self.gap, time_limit_seconds=_SECONDS_PER_SOLVE, enough_seconds=enough_seconds
                     )
-        except (Infeasible, Unsolved):
+        except Infeasible:
+            return None
+        except Unsolved:
+            self.left_open = True
             return None
         return self._solved(place, built, chosen)
 

@@ -1,1 +1,0 @@
-"""The search for plans of one stage."""
