@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,6 @@ from meshwright.planning.advice import with_advice
 from meshwright.planning.plan_for import plan_for
 from meshwright.planning.refine import NOT_COUNTED, Refinement
 from meshwright.planning.request import PlanOptions
-from meshwright.program.staged import whole_program
 from meshwright.search.result import NothingFaster, SearchResult
 
 CLUSTER = load_cluster("rtx4090-4")
@@ -46,18 +46,15 @@ class Clocked:
       seconds: of the time limit; the step has been traced.
       taken: by each search.
       too_large: how many plans are too large.
-      kept: seconds for another plan.
     """
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, seconds: float, taken: float, too_large: int, kept: float = 0.0
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, taken: float, too_large: int) -> None:
         found()  # before anything is patched
         self.now, self.given, self.written = 0.0, [], 0
         self._taken, self._too_large = taken, too_large
         monkeypatch.setattr(refine, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(refine, "written_out", self._write)
-        self.refinement = Refinement(Asked(lambda: seconds - self.now, kept))
+        self.refinement = Refinement(Asked(lambda: seconds - self.now))
 
     def search(self, missed: Any, seconds: float) -> SearchResult:
         self.given.append(seconds)
@@ -75,9 +72,11 @@ class Clocked:
 class Asked(SimpleNamespace):
     """As much of a request as a refinement reads."""
 
-    def __init__(self, left: Callable[[], float], kept_seconds: float) -> None:
+    faster_than_seconds = math.inf
+
+    def __init__(self, left: Callable[[], float]) -> None:
         traces = SimpleNamespace(longest_seconds=TRACE)
-        super().__init__(traces=traces, cluster=CLUSTER, tell=lambda words: None, kept_seconds=kept_seconds)
+        super().__init__(traces=traces, cluster=CLUSTER, tell=lambda words: None)
         self._left = left
 
     @property
@@ -95,17 +94,6 @@ def test_a_search_leaves_time_to_write_its_plan_out(monkeypatch: pytest.MonkeyPa
     assert second < 10.0 + TRACE - 1.0 - 2 * WRITING, "what the first took is known"
 
 
-def test_time_for_another_plan_is_kept_once_one_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    for kept in (0.0, 3.0):
-        clocked = Clocked(monkeypatch, seconds=20.0, taken=1.0, too_large=1, kept=kept)
-        clocked.refinement.run(clocked.search, **WORDS)
-        given.append(clocked.given)
-    (first, second), (first_kept, second_kept) = given
-    assert first_kept == first
-    assert second_kept == pytest.approx(second - refine._SEARCH_SHARE * 3.0)
-
-
 @pytest.mark.parametrize(("seconds", "written"), [(0.0, 0), (2.9, 0), (3.1, 1), (6.1, 2)])
 def test_without_time_to_write_it_out_a_plan_says_so(
     seconds: float, written: int, monkeypatch: pytest.MonkeyPatch
@@ -115,29 +103,23 @@ def test_without_time_to_write_it_out_a_plan_says_so(
     assert (clocked.written, NOT_COUNTED in result.plan.notes) == (written, True)
     assert clocked.now <= seconds + TRACE + 1.0, "the last search"
     clocked = Clocked(monkeypatch, seconds=seconds, taken=1.0, too_large=9)
+    monkeypatch.setattr(Asked, "faster_than_seconds", 9.0)
     with pytest.raises(NothingFaster) as caught:
-        clocked.refinement.run(clocked.search, known=True, **WORDS)
+        clocked.refinement.run(clocked.search, **WORDS)
     assert any("out of time" in str(one) for one in caught.value.considered)
     assert caught.value.least_seconds <= found().counted_seconds
 
 
-def test_one_stage_is_not_returned_as_a_pipeline_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = plan_for(*small(), cluster=CLUSTER, stages=2, microbatches=2).plan
-    clocked = Clocked(monkeypatch, seconds=0.0, taken=1.0, too_large=0)
-    staged: Any = replace(found(), program=whole_program(found().program))
-    with pytest.raises(NothingFaster):
-        clocked.refinement.run(lambda missed, seconds: staged, **WORDS)
-    several = replace(staged, plan=two)
-    assert NOT_COUNTED in clocked.refinement.run(lambda missed, seconds: several, **WORDS).plan.notes
+def test_what_a_part_of_the_space_has_missed_is_not_reserved_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(monkeypatch, seconds=100.0, taken=1.0, too_large=1)
+    seen = []
 
+    def search(missed: Any, seconds: float) -> SearchResult:
+        seen.append([missed(part)(1).final > 0 for part in ("mine", "other")])
+        return replace(clocked.search(missed, seconds), part="mine")
 
-def test_a_search_for_one_plan_is_repeated_once_no_time_is_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocked = Clocked(monkeypatch, seconds=100.0, taken=1.0, too_large=9)
-    with pytest.raises(MemoryExceeded):
-        clocked.refinement.run(clocked.search, attempts=1, **WORDS)
-    clocked = Clocked(monkeypatch, seconds=3.1, taken=1.0, too_large=9)
-    result = clocked.refinement.run(clocked.search, attempts=1, **WORDS)
-    assert (clocked.written, NOT_COUNTED in result.plan.notes) == (1, True)
+    clocked.refinement.run(search, **WORDS)
+    assert seen == [[False, False], [True, False]]
 
 
 def test_a_limit_of_no_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

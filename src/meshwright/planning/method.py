@@ -17,7 +17,7 @@ from ..search.space.space import Space
 from ..search.stages.reserve import MissedMemory, nothing_reserved
 from .microbatch_counts import microbatch_counts
 from .programs import StepPrograms
-from .refine import Refinement
+from .refine import Missed, Refinement
 from .request import DEFAULT_METHOD, PlanRequest
 from .stages import stage_request
 
@@ -66,9 +66,9 @@ def plan_by_method(asked: PlanRequest, method: str) -> SearchResult:
 
 def _searched(asked: PlanRequest, search: Search) -> SearchResult:
     refinement = Refinement(asked)
-    space = space_of(asked, refinement.missed)
+    space = space_of(asked, refinement.missed(""))
 
-    def find(_: MissedMemory, seconds: float) -> SearchResult:  # the space asks the refinement what is missed
+    def find(_: Missed, seconds: float) -> SearchResult:  # the space asks the refinement what is missed
         asked.tell(f"searching by {search.name}")
         space.reserve_again()
         budget = Budget(seconds=max(seconds, _LEAST_SHARE * asked.time_limit_seconds))

@@ -2,105 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 
-from ..errors import PlanError
-from ..search.driver import WORTH, Part
-from ..search.pipelines.driver import StageSearch
-from ..search.result import NothingFaster, SearchResult
+from ..errors import MemoryExceeded
+from ..presets.leaner import leaner_words
+from ..search.driver import WORTH, Part, best_of_parts
+from ..search.result import SearchResult
 from ..search.stages.solver import GAP
-from .one_stage import OneStagePlanner, fits_in_few, plan_one_stage
+from .one_stage import OneStage, fits_in_few
+from .refine import Missed, Refinement
 from .request import PlanRequest
-from .stages import is_large, plan_stages
+from .stages import SeveralStages, is_large
 
 # What one stage may take of the time where several are searched afterwards. Chosen, not measured.
 _ONE_STAGE_SHARE = 0.5
 
 
 def plan_in_stages(asked: PlanRequest) -> SearchResult:
-    """The fastest plan of as many stages as are asked for, or of any number; errors as of `_in_stages`."""
-    return asked.as_expected(lambda: _in_stages(asked))
-
-
-def _in_stages(asked: PlanRequest) -> SearchResult:
     """The fastest plan of as many stages as are asked for, or of any number.
-
-    Where one stage is soon planned it comes first, and bounds the search for several. Its plan is written out only if
-    no plan of several stages is faster; where it is too large then, several are searched without that bound. Else
-    several come first. One stage is a part of its own in both, since it runs as one program: that need not gather
-    parameters again for its backward pass, and holds more than a pipeline of one would. (Beside a plan of several
-    stages, few ways to run one need a search: at most 7 CPU seconds more in eleven rows of
-    `benchmarks/golden_plans.py` and `never_worse.py`. Where the first plan is too large, memory binds, and many more
-    would be written out for a plan that is seldom the best: 36 of 64 CPU seconds for wresnet-13b on 64 V100, whose best
-    plan of one stage takes ten times as long as that of four.)
 
     Raises:
       PlanError: if the request makes no sense, or nothing fits.
       NothingFaster: if no plan is as fast as asked for.
     """
-    if asked.stages is not None:
-        return plan_one_stage(asked) if asked.stages == 1 else plan_stages(asked)
-    if asked.schedule == "inference":
-        return _inference(asked)
-    program = asked.program(asked.microbatches if asked.microbatches is not None else 1)
-    devices = asked.cluster.num_devices
-    of_all = [one for one in asked.mesh if prod(one[1]) == devices]
-    whole = devices == 1 or (asked.mesh and len(of_all) == len(asked.mesh))
-    if whole or not program.marked or program.host_inputs or program.host_outputs:
-        return plan_one_stage(asked)
-    if asked.mesh and not of_all:
-        return plan_stages(asked)
-    of_one = replace(asked, mesh=of_all)  # the logical meshes that one stage may have
-    return asked.best_of(_one_or_several(asked, of_one, is_soon_planned=not is_large(program) or fits_in_few(asked)))
+    return asked.as_expected(lambda: _in_stages(asked))
 
 
-def _one_or_several(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) -> Iterator[Part]:
-    """One stage and several, in the order in which they are searched."""
-    planner, is_open = OneStagePlanner(of_one, gap=GAP if is_soon_planned else WORTH), True
-    searches: dict[tuple[int, ...], StageSearch] = {}
-
-    def one(plan: Callable[..., SearchResult], most_seconds: float, seconds: float) -> SearchResult:
-        nonlocal is_open
-        is_open = False
-        try:
-            return plan(most_seconds, time_limit_seconds=max(seconds, 0.0))
-        except PlanError:
-            is_open = True
-            raise
-
-    def stages(most_seconds: float, seconds: float) -> SearchResult:
-        # An incumbent is written out only if no plan of these is, or if that is too large.
-        kept = 0.0 if is_open else planner.writing_seconds
-        within = asked.within(most_seconds, seconds)
-        return plan_stages(replace(within, several=True, kept_seconds=kept), searches)
-
-    # Without time to write a plan out one stage is the answer, whose memory is counted closest; not over unlike
-    # devices, where several stages are most of what there is to gain.
-    is_soon_planned |= planner.is_late and len({host.device for host in asked.cluster.hosts}) == 1
-    several = Part(words="several stages", search=stages)
-    if is_soon_planned:
-        yield Part(words="one stage", search=partial(one, planner.draft), share=_ONE_STAGE_SHARE)
-    drafted = not is_open
-    yield several
-    if drafted:
-        yield Part(words="one stage", search=partial(one, partial(planner.plan, attempts=1)), confirms=True)
-        if is_open:
-            yield several
-    if is_open:
-        words = "one stage in less memory" if is_soon_planned else "one stage"
-        yield Part(words=words, search=partial(one, planner.plan), goes_on=is_soon_planned)
-
-
-def _inference(asked: PlanRequest) -> SearchResult:
-    """Of a step that computes no gradients, which has no stages otherwise."""
+def _in_stages(asked: PlanRequest) -> SearchResult:
+    several = asked.stages is not None and asked.stages > 1
     try:
-        return plan_stages(asked)
-    except NothingFaster:
-        one = plan_one_stage(replace(asked, microbatches=None))
-        if asked.microbatches in (None, 1):
-            return one
-        note = f"the {asked.microbatches} microbatches are not used: one stage takes the batch at once"
-        return one.noted(note)
+        found = Refinement(asked).run(
+            _Parts(asked).find,
+            what=f"a plan{' of several stages' if several else ''} for {asked.cluster.num_devices} x "
+            f"{asked.cluster.device.kind}",
+            where="stage 1 of 1" if asked.stages == 1 else "the stage search",
+        )  # fmt: skip
+    except MemoryExceeded as error:
+        if asked.preset is None or asked.stages == 1:
+            raise
+        refused = f"the preset {asked.preset} on {asked.cluster.num_devices} x {asked.cluster.device.kind}"
+        raise error.named(refused, leaner_words(asked.preset)) from error
+    if asked.schedule == "inference" and asked.microbatches not in (None, 1) and len(found.plan.stages) == 1:
+        return found.noted(f"the {asked.microbatches} microbatches are not used: one stage takes the batch at once")
+    return found
+
+
+class _Parts:
+    """One stage and several, as far as they are asked for, each with a search that goes on from one run to the next.
+
+    One stage is a part of its own since it runs as one program: that need not gather parameters again for its backward
+    pass, and holds more than a pipeline of one would. Where it is soon planned it comes first, and bounds the search
+    for several; else several come first. (Beside a plan of several stages few ways to run one need a search: at most 7
+    CPU seconds more in eleven rows of `benchmarks/golden_plans.py` and `never_worse.py`.)
+    """
+
+    def __init__(self, asked: PlanRequest) -> None:
+        self._asked = asked
+
+    def find(self, missed: Missed, seconds: float) -> SearchResult:
+        """The best plan of all parts; arguments and errors as of `OneStage.find`, what is `missed` by part."""
+        asked, until = self._asked, time.perf_counter() + seconds
+        parts = list(self._parts(missed, late=seconds <= 0))
+        if len(parts) == 1:
+            return parts[0].search(asked.faster_than_seconds, seconds)
+        return best_of_parts(
+            parts, left_seconds=lambda: until - time.perf_counter(), floor=lambda: asked.least_work_seconds,
+            faster_than_seconds=asked.faster_than_seconds,
+        )  # fmt: skip
+
+    def _parts(self, missed: Missed, *, late: bool) -> Iterator[Part]:
+        """In the order in which they are searched."""
+        asked = self._asked
+        one, several = self._wanted
+        # Without time to write a plan out one stage is the answer, whose memory is counted closest; not over unlike
+        # devices, where several stages are most of what there is to gain.
+        late = late and len({host.device for host in asked.cluster.hosts}) == 1
+        first = one and (not several or late or self._is_soon_planned)
+        of_one = [
+            Part(words=OneStage.words, search=partial(self._one.find, missed(OneStage.words)), share=share)
+            for share in ([_ONE_STAGE_SHARE if first else 1.0] if one else [])
+        ]
+        of_several = [Part(words="several stages", search=partial(self._several.find, missed))] if several else []
+        yield from [*of_one, *of_several] if first else [*of_several, *of_one]
+
+    @cached_property
+    def _wanted(self) -> tuple[bool, bool]:
+        """Whether one stage may be the answer, and several."""
+        asked = self._asked
+        if asked.stages is not None:
+            return asked.stages == 1, asked.stages > 1
+        if asked.schedule == "inference":
+            return True, True
+        program = asked.program(asked.microbatches if asked.microbatches is not None else 1)
+        cannot = not program.marked or program.host_inputs or program.host_outputs
+        if cannot or asked.cluster.num_devices == 1 or (asked.mesh and len(self._of_all) == len(asked.mesh)):
+            return True, False
+        return not asked.mesh or bool(self._of_all), True
+
+    @property
+    def _of_all(self) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+        """Of the logical meshes asked for those that one stage may have."""
+        return [one for one in self._asked.mesh if prod(one[1]) == self._asked.cluster.num_devices]
+
+    @cached_property
+    def _is_soon_planned(self) -> bool:
+        asked = self._asked
+        if asked.schedule == "inference":
+            return False
+        program = asked.program(asked.microbatches if asked.microbatches is not None else 1)
+        return not is_large(program) or fits_in_few(self._for_one)
+
+    @property
+    def _for_one(self) -> PlanRequest:
+        """The request as one stage has it."""
+        asked = self._asked
+        counts = None if asked.schedule == "inference" else asked.microbatches
+        return replace(asked, microbatches=counts, mesh=self._of_all or asked.mesh)
+
+    @cached_property
+    def _one(self) -> OneStage:
+        alone = self._wanted == (True, False) or self._is_soon_planned
+        return OneStage(self._for_one, gap=GAP if alone else WORTH)
+
+    @cached_property
+    def _several(self) -> SeveralStages:
+        return SeveralStages(self._asked)

@@ -1,12 +1,9 @@
-"""Plans of one stage: the step in each number of microbatches, traced or extrapolated, searched, and refined."""
+"""Plans of one stage: the step in each number of microbatches, traced or extrapolated, as one program."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from math import inf, isfinite
 
-from ..errors import smaller_words
 from ..search.intra.parameters import parameter_infos
 from ..search.pipelines.driver import StageSearch
 from ..search.pipelines.request import StageRequest
@@ -15,7 +12,7 @@ from ..search.stages.reserve import MissedMemory
 from ..search.stages.solver import GAP
 from .microbatch_counts import microbatch_counts
 from .programs import WholePrograms
-from .refine import ATTEMPTS, MARGIN, Refinement, Search
+from .refine import MARGIN
 from .request import PlanRequest
 
 # A program that may fit in up to so many microbatches is searched in one stage first. Gemma 3 27B on 64 v5p takes
@@ -24,76 +21,35 @@ from .request import PlanRequest
 _FEW = 4
 
 
-def plan_one_stage(asked: PlanRequest) -> SearchResult:
-    """The fastest plan of one stage; errors as of `OneStagePlanner.plan`."""
-    return OneStagePlanner(asked).plan(asked.faster_than_seconds)
-
-
-class OneStagePlanner:
-    """Plans of one stage, in as many microbatches as are best. What one call learns the next one knows.
+class OneStage:
+    """The search for plans of one stage, in as many microbatches as are best. What one call learns the next one knows.
 
     Args:
       asked: the request.
       gap: relative, to which layouts are solved.
     """
 
+    words = "one stage"
+
     def __init__(self, asked: PlanRequest, *, gap: float = GAP) -> None:
         self._asked = asked
         self._search = StageSearch(replace(_whole(asked), gap=gap))
-        self._refinement = Refinement(asked)
-        self._draft: SearchResult | None = None
 
-    @property
-    def is_late(self) -> bool:
-        """Whether no time is left to write a plan out."""
-        return self._refinement.spare_seconds < 0
-
-    @property
-    def writing_seconds(self) -> float:
-        """What writing a plan out may take."""
-        return self._refinement.writing_seconds
-
-    def draft(self, faster_than_seconds: float, *, time_limit_seconds: float) -> SearchResult:
-        """The fastest plan as the search counts its memory; `plan` writes it out. Arguments and errors as of `plan`."""
-        self._draft = self._refinement.searched(self._search_for(faster_than_seconds, time_limit_seconds))
-        return self._draft
-
-    def plan(
-        self, faster_than_seconds: float, *, time_limit_seconds: float = inf, attempts: int = ATTEMPTS
-    ) -> SearchResult:
+    def find(self, missed: MissedMemory, faster_than_seconds: float, seconds: float) -> SearchResult:
         """The fastest plan.
 
         Args:
+          missed: what may not be counted on a device.
           faster_than_seconds: a plan whose step takes longer is not wanted.
-          time_limit_seconds: for all searches, beside that of the request.
-          attempts: how many plans may turn out to be too large.
+          seconds: that the search may take.
 
         Raises:
           PlanError: if the request makes no sense, or nothing fits.
           NothingFaster: if no plan is that fast.
         """
-        asked, device = self._asked, self._asked.cluster.device
-        return self._refinement.run(
-            self._search_for(faster_than_seconds, time_limit_seconds),
-            what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
-            try_=smaller_words(asked.remat),
-            known=isfinite(faster_than_seconds), attempts=attempts,
-        )  # fmt: skip
-
-    def _search_for(self, faster_than_seconds: float, time_limit_seconds: float) -> Search:
-        asked = self._asked
-        until = time.perf_counter() + time_limit_seconds
-
-        def find(missed: MissedMemory, seconds: float) -> SearchResult:
-            drafted, self._draft = self._draft, None
-            if drafted is not None:
-                return drafted
-            asked.tell("searching one stage")
-            left = max(min(seconds, until - time.perf_counter()), 0.0)
-            found = self._search.run(missed, time_limit_seconds=left, faster_than_seconds=faster_than_seconds)
-            return replace(found, program=asked.program(found.plan.microbatches))
-
-        return find
+        self._asked.tell("searching one stage")
+        found = self._search.run(missed, time_limit_seconds=seconds, faster_than_seconds=faster_than_seconds)
+        return replace(found, program=self._asked.program(found.plan.microbatches), part=self.words)
 
 
 def fits_in_few(asked: PlanRequest) -> bool:

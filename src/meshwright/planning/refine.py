@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from typing import NamedTuple
 
-from ..errors import MemoryExceeded, size_words
+from ..errors import MemoryExceeded, size_words, smaller_words
 from ..lowering.pipeline.stage_memory import StageMemory
 from ..lowering.written_out import written_out
 from ..plan import Plan, Stage
-from ..program.staged import StagedProgram
 from ..search.considered import Considered
 from ..search.result import NothingFaster, SearchResult, plan_words
 from ..search.stages.reserve import MissedMemory
@@ -49,8 +48,11 @@ NOT_COUNTED = (
     "longer time limit does"
 )
 
-# Given what may not be counted on a device and the seconds that it may take, the best plan.
-Search = Callable[[MissedMemory, float], SearchResult]
+# What may not be counted on a device, by part of the space of plans (`SearchResult.part`).
+Missed = Callable[[str], MissedMemory]
+
+# Given that and the seconds that it may take, the best plan.
+Search = Callable[[Missed, float], SearchResult]
 
 
 class _TooLarge(NamedTuple):
@@ -63,44 +65,32 @@ class _TooLarge(NamedTuple):
 
 
 class Refinement:
-    """The loop for one request on one cluster. What plans have shown to be missed stays known between runs.
+    """The loop for one request on one cluster.
 
     Args:
       asked: the request, with its time limit.
-
-    Attributes:
-      missed: what a search may not count.
-      leanest: of the plans that were too large, the one that exceeds the memory of its fullest device the least.
     """
 
     def __init__(self, asked: PlanRequest) -> None:
-        self.missed = MissedMemory(MARGIN)
-        self.leanest: _TooLarge | None = None
         self._asked = asked
+        self._missed: dict[str, MissedMemory] = {}
+        # Of the plans that were too large, the one that exceeds the memory of its fullest device the least.
+        self._leanest: _TooLarge | None = None
         self._writing_seconds: float | None = None  # that the last plan took
         self._counted: dict[Hashable, StageMemory] = {}
 
-    @property
-    def spare_seconds(self) -> float:
-        """Of the time limit and one trace on top, beside what writing a plan out takes, and what is kept for another
-        one; negative where there is no time for that."""
-        kept = self._asked.kept_seconds if self.leanest is not None else 0.0
-        return self._asked.left_seconds + self._asked.traces.longest_seconds - self.writing_seconds - kept
+    def missed(self, part: str) -> MissedMemory:
+        """What the search of a part of the space may not count, as plans of it have shown."""
+        return self._missed.setdefault(part, MissedMemory(MARGIN))
 
     @property
-    def writing_seconds(self) -> float:
-        """What writing a plan out takes: as long as the last one, or as is expected of the first."""
-        known = self._writing_seconds
-        return known if known is not None else _WRITING_TRACES * self._asked.traces.longest_seconds
+    def _spare_seconds(self) -> float:
+        """Of the time limit and one trace on top, beside what writing a plan out takes: as long as the last one, or as
+        is expected of the first. Negative where there is no time for that."""
+        tracing, writing = self._asked.traces.longest_seconds, self._writing_seconds
+        return self._asked.left_seconds + tracing - (_WRITING_TRACES * tracing if writing is None else writing)
 
-    def searched(self, search: Search) -> SearchResult:
-        """The best plan as the search counts its memory, not written out; what it raises."""
-        return search(self.missed, max(_SEARCH_SHARE * self.spare_seconds, 0.0))
-
-    def run(
-        self, search: Search, *, what: str, where: str, try_: str,
-        known: bool = False, attempts: int = ATTEMPTS,
-    ) -> SearchResult:  # fmt: skip
+    def run(self, search: Search, *, what: str, where: str, try_: str | None = None) -> SearchResult:
         """The first plan of a search whose programs fit, with the memory that they need; where no time is left to write
         it out, the first one, with a note.
 
@@ -109,73 +99,66 @@ class Refinement:
             time is over, the first.
           what: is refused where no plan fits.
           where: the same.
-          try_: the same.
-          known: whether another plan is known, so that one that is not written out is of no use.
-          attempts: how many plans may turn out to be too large; one more once the time is over.
+          try_: the same; None for less to hold.
 
         Raises:
           MemoryExceeded: if no plan fits.
-          NothingFaster: if the search says so, or no time is left and another plan is known or to be looked for.
+          NothingFaster: if the search says so, or no time is left and the request is for what is faster than a plan.
         """
         least_seconds = inf
-        exceeded = partial(self._exceeded, what, where, try_)
-        # Where no time is left for other parts of the space, the answer is what this one soon finds in less memory.
-        while attempts > 0 or self.spare_seconds < 0:
-            attempts -= 1
+        exceeded = partial(self._exceeded, what, where, try_ or smaller_words(self._asked.remat))
+        for _ in range(ATTEMPTS):
             try:
-                found = self.searched(search)
+                found = search(self.missed, max(_SEARCH_SHARE * self._spare_seconds, 0.0))
             except NothingFaster as nothing:
                 raise NothingFaster(min(least_seconds, nothing.least_seconds), nothing.considered) from None
             except MemoryExceeded as error:
-                if self.leanest is None:
+                if self._leanest is None:
                     raise
                 raise exceeded(min(least_seconds, error.least_seconds)) from error
             assert found.program is not None  # what is written out
             # What is reserved may rule out plans that fit: bounds of earlier runs, in more memory, hold for these too.
             least_seconds = min(least_seconds, found.least_seconds)
-            if self.spare_seconds < 0:
-                return self._not_written_out(found.beside(least_seconds), known=known)
+            if self._spare_seconds < 0:
+                return self._not_written_out(found.beside(least_seconds))
             self._asked.tell("predicting memory")
             begun = time.perf_counter()
             # Of a cluster of several kinds the slowest device: stages on others count as its compiler would have it.
             platform = self._asked.cluster.device.compiler
             plan = written_out(found.plan, found.program, platform, counted=self._counted)
             self._writing_seconds = time.perf_counter() - begun
-            if self._fits(plan, held_bytes(found.plan)):
+            if self._fits(plan, held_bytes(found.plan), found.part):
                 return replace(found, plan=plan).beside(least_seconds)
         raise exceeded(least_seconds)
 
-    @staticmethod
-    def _not_written_out(found: SearchResult, *, known: bool) -> SearchResult:
+    def _not_written_out(self, found: SearchResult) -> SearchResult:
         """A plan with a note that nothing but the search has counted its memory.
 
         Raises:
-          NothingFaster: if another plan is known, or what the search counts is not the plan's program: a pipeline of
-            one stage gathers parameters again for its backward pass, and the one program that it becomes does not
-            (gpt3-1.3b in 64 microbatches on eight V100: 0.96 and 1.52 times the memory).
+          NothingFaster: if it is of no use, since another plan is known.
         """
-        if known or (len(found.plan.stages) == 1 and isinstance(found.program, StagedProgram)):
+        if isfinite(self._asked.faster_than_seconds):
             late = Considered(plan_words(found.plan), "not written out, out of time", seconds=found.step_seconds)
             raise NothingFaster(found.least_seconds, (*found.considered, late))
         return found.noted(NOT_COUNTED)
 
-    def _fits(self, plan: Plan, counted: Sequence[float]) -> bool:
-        """Whether a plan fits that was written out; else what the search missed, which `counted` these bytes on a
-        device of each rank, is learned."""
+    def _fits(self, plan: Plan, counted: Sequence[float], part: str) -> bool:
+        """Whether a plan fits that was written out; else what the search of its part of the space missed, which
+        `counted` these bytes on a device of each rank, is learned."""
         peaks, usable = held_bytes(plan), usable_bytes(plan)
         ranks = list(enumerate(zip(peaks, usable, strict=True)))
         if all(MARGIN * peak <= most for _, (peak, most) in ranks):
             return True
         share, rank = max((MARGIN * peak / most, rank) for rank, (peak, most) in ranks)
-        if self.leanest is None or share < self.leanest.share:
-            self.leanest = _TooLarge(share, peaks[rank], usable[rank], plan.microbatches)
+        if self._leanest is None or share < self._leanest.share:
+            self._leanest = _TooLarge(share, peaks[rank], usable[rank], plan.microbatches)
         plain = [any(not stage.rematerialised for stage in stages) for stages in _ranks(plan)]
-        self.missed.learn(plan.microbatches, counted, peaks, usable, plain)
+        self.missed(part).learn(plan.microbatches, counted, peaks, usable, plain)
         return False
 
     def _exceeded(self, what: str, where: str, try_: str, least_seconds: float) -> MemoryExceeded:
-        assert self.leanest is not None  # a plan was too large
-        lean = self.leanest
+        assert self._leanest is not None  # a plan was too large
+        lean = self._leanest
         error = MemoryExceeded(
             refused=what, got=f"{size_words(lean.usable_bytes)} usable on a device",
             needed=f"about {size_words(MARGIN * lean.peak_bytes)} on a device: {size_words(lean.peak_bytes)}, the "

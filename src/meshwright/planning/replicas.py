@@ -4,7 +4,6 @@ batch by their speed."""
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isfinite
 
 from ..cluster import Cluster, host_orders
 from ..errors import PlanError
@@ -60,8 +59,8 @@ def plan_replicas(asked: PlanRequest) -> SearchResult:
     asked.tell("sharing microbatches out")
     search, most_seconds = ReplicaSearch(made, counts, asked.tell), asked.faster_than_seconds
     found = Refinement(asked).run(
-        lambda missed, seconds: search.run(missed, seconds=seconds, faster_than_seconds=most_seconds),
-        what=search.refusal.refused, where=search.refusal.where, try_=search.refusal.try_, known=isfinite(most_seconds),
+        lambda missed, seconds: search.run(missed(""), seconds=seconds, faster_than_seconds=most_seconds),
+        what=search.refusal.refused, where=search.refusal.where, try_=search.refusal.try_,
     )  # fmt: skip
     return replace(found, plan=on_devices(found.plan, order.devices, asked.cluster))
 

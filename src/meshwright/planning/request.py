@@ -66,10 +66,7 @@ class PlanRequest:
       preset: with all its sizes, or None.
       started: when the work began, by `time.perf_counter`; `time_limit_seconds` are from then on.
       may_idle: whether a plan may leave devices out: a process that runs it has to have some that it does not.
-      several: whether plans of one stage are left out, since the best of those is known.
       faster_than_seconds: a plan whose step counts for more is not wanted.
-      kept_seconds: of the time limit, what is kept for writing out another plan once one of this request has proved too
-        large.
       expectations: of the step's programs.
     """
 
@@ -90,9 +87,7 @@ class PlanRequest:
     time_limit_seconds: float
     tell: Callable[[str], None]
     may_idle: bool = True
-    several: bool = False
     faster_than_seconds: float = inf
-    kept_seconds: float = 0.0
     expectations: Expectations = field(default_factory=Expectations)
 
     @property

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from math import isfinite, prod
+from math import prod
 
 from ..cluster import HostOrder, host_orders
-from ..errors import MemoryExceeded, PlanError, smaller_words
+from ..errors import MemoryExceeded, PlanError
 from ..plan import Collective, Plan, Stage
-from ..presets.leaner import leaner_words
 from ..program.graph import Value
 from ..program.staged import StagedProgram
 from ..program.trace import Program
-from ..search.driver import Part
+from ..search.driver import Part, best_of_parts
 from ..search.inter.submeshes import Submeshes
 from ..search.intra.parameters import parameter_infos
 from ..search.pipelines.driver import SIMULATED, NothingFaster, SearchResult, StageRequest, StageSearch
@@ -24,7 +24,7 @@ from ..sharding import Spec, convert
 from ..simulate import simulate_plan
 from .microbatch_counts import finer_counts, microbatch_counts
 from .programs import StepPrograms
-from .refine import Refinement
+from .refine import Missed
 from .request import PlanRequest, on_devices
 
 # Schedules that are not searched under their own name, and what stands for them in the search.
@@ -36,37 +36,63 @@ def is_large(program: Program) -> bool:
     return program.graph.runs > SMALL_PROGRAM
 
 
-def plan_stages(
-    asked: PlanRequest, searches: MutableMapping[tuple[int, ...], StageSearch] | None = None
-) -> SearchResult:
-    """The fastest plan with as many stages as are asked for, or with any number of them. Where hosts are of several
-    kinds, their groups are put in every order: which kind has the first stages, and which the last.
+class SeveralStages:
+    """The search for plans of as many stages as are asked for, or of any number from two on. Where hosts are of several
+    kinds, their groups are put in every order: which kind has the first stages, and which the last. What one call
+    learns the next one knows.
 
     Args:
       asked: the request.
-      searches: for each order of the hosts the search of an earlier call, from which this one goes on; it learns them.
-
-    Raises:
-      PlanError: if the request makes no sense, or nothing fits.
-      NothingFaster: if no plan is as fast as asked for.
     """
-    given = asked.submeshes is not None or asked.preset is not None
-    parts = [
-        Part(
-            words=f"hosts in the order {', '.join(map(str, order.devices))}",
-            search=partial(_in_order, asked, order, {} if searches is None else searches),
-        )
-        for order in host_orders(asked.cluster)[: 1 if given else None]
-    ]
-    try:
-        one = parts[0].search if len(parts) == 1 else None
-        return one(asked.faster_than_seconds, asked.left_seconds) if one else asked.best_of(parts, worth=0.0)
-    except MemoryExceeded as error:
-        if asked.preset is None:
-            raise
-        devices = asked.cluster.num_devices
-        refused = f"the preset {asked.preset} on {devices} x {asked.cluster.device.kind}"
-        raise error.named(refused, leaner_words(asked.preset)) from error
+
+    def __init__(self, asked: PlanRequest) -> None:
+        self._asked = asked
+        given = asked.submeshes is not None or asked.preset is not None
+        self._orders = host_orders(asked.cluster)[: 1 if given else None]
+        self._searches: dict[tuple[int, ...], StageSearch] = {}
+
+    def find(self, missed: Missed, faster_than_seconds: float, seconds: float) -> SearchResult:
+        """The fastest plan; arguments and errors as of `OneStage.find`, what is `missed` by order of the hosts."""
+        until = time.perf_counter() + seconds
+        parts = [
+            Part(words=words, search=partial(self._in_order, order, words, missed(words)))
+            for order in self._orders
+            for words in [f"hosts in the order {', '.join(map(str, order.devices))}"]
+        ]
+        if len(parts) == 1:
+            return parts[0].search(faster_than_seconds, seconds)
+        return best_of_parts(
+            parts, left_seconds=lambda: until - time.perf_counter(), floor=lambda: self._asked.least_work_seconds,
+            faster_than_seconds=faster_than_seconds, worth=0.0,
+        )  # fmt: skip
+
+    def _in_order(
+        self, order: HostOrder, words: str, missed: MissedMemory, faster_than_seconds: float, seconds: float
+    ) -> SearchResult:
+        """The fastest plan whose stages follow the hosts in an order, on the cluster as it was given."""
+        asked, until = replace(self._asked, cluster=order.cluster), time.perf_counter() + seconds
+        counts = microbatch_counts(asked)
+        while True:
+            asked.tell("searching stages")
+            search = self._searches.get(order.devices)
+            if search is None:
+                request = stage_request(asked, StepPrograms(asked, counts))
+                search = self._searches[order.devices] = StageSearch(replace(request, several=asked.stages is None))
+            try:
+                found = search.run(
+                    missed, time_limit_seconds=max(until - time.perf_counter(), 0.0),
+                    faster_than_seconds=faster_than_seconds,
+                )  # fmt: skip
+                break
+            except MemoryExceeded:
+                counts = finer_counts(asked, max(search.counts))
+                if not counts:
+                    raise
+                del self._searches[order.devices]
+        as_asked = replace(found, plan=_under_schedule(asked.schedule, found)).bounded(found.least_seconds)
+        if as_asked.counted_seconds >= faster_than_seconds:
+            raise NothingFaster(found.least_seconds, found.considered)
+        return replace(as_asked, plan=on_devices(as_asked.plan, order.devices, self._asked.cluster), part=words)
 
 
 def stage_request(asked: PlanRequest, programs: StepPrograms) -> StageRequest:
@@ -88,44 +114,8 @@ def stage_request(asked: PlanRequest, programs: StepPrograms) -> StageRequest:
     return StageRequest(
         programs=programs, parameters=parameter_infos(source), cluster=asked.cluster, constraints=constraints,
         remat=asked.remat, submeshes=submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
-        time_limit_seconds=asked.time_limit_seconds, several=asked.several,
-        faster_than_seconds=asked.faster_than_seconds,
+        time_limit_seconds=asked.time_limit_seconds, faster_than_seconds=asked.faster_than_seconds,
     )  # fmt: skip
-
-
-def _in_order(
-    whole: PlanRequest, order: HostOrder, searches: MutableMapping[tuple[int, ...], StageSearch],
-    faster_than_seconds: float, seconds: float,
-) -> SearchResult:  # fmt: skip
-    """The fastest plan whose stages follow the hosts in an order, on the cluster as it was given."""
-    asked = replace(whole.within(faster_than_seconds, seconds), cluster=order.cluster)
-    if order.devices not in searches:
-        searches[order.devices] = StageSearch(stage_request(asked, StepPrograms(asked, microbatch_counts(asked))))
-
-    def find(missed: MissedMemory, seconds: float) -> SearchResult:
-        while True:
-            asked.tell("searching stages")
-            search, left = searches[order.devices], min(seconds, asked.left_seconds)
-            try:
-                found = search.run(missed, time_limit_seconds=left, faster_than_seconds=faster_than_seconds)
-            except MemoryExceeded:
-                finer = finer_counts(asked, max(search.counts))
-                if not finer:
-                    raise
-                searches[order.devices] = StageSearch(replace(search.request, programs=StepPrograms(asked, finer)))
-                continue
-            if asked.schedule == "inference" and len(found.plan.stages) == 1:
-                raise NothingFaster(0.0, found.considered)  # than the step in one piece, which is no pipeline
-            as_asked = replace(found, plan=_under_schedule(asked.schedule, found)).bounded(found.least_seconds)
-            if as_asked.counted_seconds >= faster_than_seconds:
-                raise NothingFaster(found.least_seconds, found.considered)
-            return as_asked
-
-    found = Refinement(asked).run(
-        find, what=f"a plan of several stages for {asked.cluster.num_devices} x {asked.cluster.device.kind}",
-        where="the stage search", try_=smaller_words(asked.remat), known=isfinite(faster_than_seconds),
-    )  # fmt: skip
-    return replace(found, plan=on_devices(found.plan, order.devices, whole.cluster))
 
 
 def _check_mesh(asked: PlanRequest) -> None:

@@ -27,22 +27,17 @@ class Part:
     """A part of the space of plans.
 
     Args:
-      words: what it is. A later part of the same words takes the place of the earlier one.
+      words: what it is.
       search: given the seconds that a step of a wanted plan counts for at most, and the seconds that the search may
         take, the best plan of the part. Raises `NothingFaster`, `MemoryExceeded` or another `PlanError`.
       share: of the time that is left, what the search may take.
       least_seconds: what it is given even when the time is over.
-      goes_on: whether it goes on with what an earlier part has given up, so that its refusal says more.
-      confirms: whether it writes out the plan of that one, an incumbent without that so far; left out where another
-        part's plan is better.
     """
 
     words: str
     search: Callable[[float, float], SearchResult]
     share: float = 1.0
     least_seconds: float = 0.0
-    goes_on: bool = False
-    confirms: bool = False
 
 
 def search_parts(
@@ -70,14 +65,8 @@ def search_parts(
     refused: PlanError | None = None
     slower = False  # whether a part has nothing that is faster
     for part in parts:
-        if part.confirms:
-            if part.words != known:
-                continue
-            best = None
         most = faster_than_seconds if best is None else min(faster_than_seconds, (1 - worth) * best.counted_seconds)
         left, bound, mine = left_seconds(), inf, others.setdefault(part.words, [])
-        mine.clear()  # of a search before this one
-        bounds.pop(part.words, None)
         try:
             if left < 0 and part.least_seconds == 0 and isfinite(most):
                 bound = floor()
@@ -99,7 +88,7 @@ def search_parts(
             elif best is not None:
                 mine.append(Considered(part.words, "none that fits and is faster"))
         except PlanError as error:
-            refused = error if refused is None or part.goes_on else refused
+            refused = refused or error
             mine.append(Considered(part.words, str(error)))
             if isinstance(error, MemoryExceeded):
                 bound = floor() if left_seconds() < 0 else error.least_seconds

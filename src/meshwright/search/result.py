@@ -55,12 +55,14 @@ class SearchResult(Priced):
         the search was given no more than its graph.
       alternatives: plans that were not taken, the fastest first.
       stages: of a plan that was searched in stages, by layers of the request's program in as many microbatches.
+      part: of the space of plans, in words, which has learned by itself what memory its search misses.
     """
 
     considered: tuple[Considered, ...]
     program: Program | StagedProgram | None = None
     alternatives: tuple[Alternative, ...] = ()
     stages: tuple[PlacedStage, ...] = ()
+    part: str = ""
 
     def bounded(self, least_seconds: float) -> SearchResult:
         """The same plan with its gap, where `least_seconds` is a lower bound of all others; 0 for nothing known."""
