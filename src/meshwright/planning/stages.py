@@ -85,7 +85,7 @@ class SeveralStages:
                 )  # fmt: skip
                 break
             except MemoryExceeded:
-                counts = finer_counts(asked, max(search.counts))
+                counts = finer_counts(asked, max(search.costs.counts))
                 if not counts:
                     raise
                 del self._searches[order.devices]

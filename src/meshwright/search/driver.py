@@ -1,9 +1,9 @@
 """Parts of the space of plans, each with a search of its own, in turn under one incumbent, one bound and one deadline.
 
-A plan of one stage runs as one program, and the stages of a pipeline as several, so the two are searched in turn; so are
-the orders of a cluster's hosts, replicas, and the hosts of one kind alone. Whatever the parts are, they are compared
-here: a later part is asked only for something faster than the best of the earlier ones, and its lower bound goes into
-the gap of the answer.
+A plan of one stage runs as one program, and the stages of a pipeline as several, so the two are searched in turn; so
+are the orders of a cluster's hosts, replicas, and the hosts of one kind alone. Whatever the parts are, they are
+compared here: a later part is asked only for something faster than the best of the earlier ones, and its lower bound
+goes into the gap of the answer.
 """
 
 from __future__ import annotations

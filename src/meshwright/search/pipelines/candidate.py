@@ -43,6 +43,11 @@ class Candidate:
         return self.costs.program.microbatches, self.stages
 
     @property
+    def is_interleaved(self) -> bool:
+        """Whether stages share devices."""
+        return len(self.scheduled.schedule.ranks) < len(self.stages)
+
+    @property
     def penalised_seconds(self) -> float:
         """Its seconds, with the penalty of a split backward."""
         return self.seconds * (1 + (WORTH_SPLITTING if self.scheduled.schedule.splits_backward else 0.0))

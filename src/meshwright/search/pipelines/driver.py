@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from math import inf, isfinite
 
 from ...errors import MemoryExceeded, PlanError
@@ -81,11 +81,23 @@ def search_stages(request: StageRequest) -> SearchResult:
 
 
 class StageSearch:
-    """The search for plans of several stages over one request, run once for each memory limit: results that do not
-    depend on memory are kept between runs.
+    """The search for plans of one request, run once for each memory limit: results that do not depend on memory are
+    kept between runs.
 
     Args:
       request: what is asked.
+
+    Attributes:
+      request: the same.
+      places: submeshes that stages may have.
+      costs: of stages, by number of microbatches.
+      bounds: of numbers of microbatches.
+      interleaving: the search over stages that share devices.
+      deadline: of the run.
+      schedules: to choose from.
+      scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
+      beam: labels of a state of the dynamic program.
+      taken: the plan of the last run.
 
     Raises:
       PlanError: for a request that makes no sense.
@@ -93,38 +105,23 @@ class StageSearch:
 
     def __init__(self, request: StageRequest) -> None:
         check_request(request)
-        self.request = request
-        self.submeshes = Submeshes(request.cluster)
-        self.places = placements(request, self.submeshes)
-        self.deadline = Deadline()
-        self.costs = MicrobatchCosts(request, self.submeshes, self.places, self.deadline.check)
-        self.counts = self.costs.counts
-        self._beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
-        self._interleaving = Interleaving(request, self.costs, self._scheduled)
-        self._known = request.faster_than_seconds
-        self.taken: int | None = None  # microbatches of the last run's plan
-        self._taken_interleaved = False
+        submeshes = Submeshes(request.cluster)
+        self.request, self.places, self.deadline = request, placements(request, submeshes), Deadline()
+        self.costs = costs = MicrobatchCosts(request, submeshes, self.places, self.deadline.check)
+        self.schedules = schedules_for(request, costs.base.program if costs.base is not None else None)
+        self.scheduled = partial(scheduled, schedules=self.schedules)
+        self.beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
+        self.interleaving = Interleaving(request, costs, self.scheduled)
         places = self.places
         self.bounds = MicrobatchBounds(
-            self.costs, lambda costs, share, order: problem_of(request, places, costs, order, (), share),
-            self._schedules,
-        )  # fmt: skip
-        self._slack = _ESTIMATE_SLACK[0]
-        self._reset(request.time_limit_seconds)
-
-    def _reset(self, seconds: float) -> None:
-        self.deadline.begin(seconds, has_plan=isfinite(self._known))
-        self.best = BestKnown(self._known)
-        self.finished = FinishedPlans(self.costs, self._scheduled, self.deadline)
-        self.considered: list[Considered] = []
-        self.unsearched = inf  # what plans take at least that were not looked at to the end
-        self.bounds.reset()
-        self._interleaving.reset()
-        self._shared: Candidate | None = None  # the best of the interleaved ones
+            costs, lambda of, share, order: problem_of(request, places, of, order, (), share), self.schedules
+        )
+        self.taken: Candidate | None = None
+        self._finished: FinishedPlans | None = None  # of the last run
 
     def run(
         self,
-        reserve: Callable[[int], MemoryReserve] | None = None,
+        reserve: Callable[[int], MemoryReserve] = nothing_reserved,
         *,
         time_limit_seconds: float | None = None,
         faster_than_seconds: float | None = None,
@@ -132,7 +129,7 @@ class StageSearch:
         """The fastest plan that fits.
 
         Args:
-          reserve: what the search may not count on a device in so many microbatches; None for nothing.
+          reserve: what the search may not count on a device in so many microbatches.
           time_limit_seconds: for this run; None for the request's.
           faster_than_seconds: the same.
 
@@ -140,16 +137,45 @@ class StageSearch:
           MemoryExceeded: if no plan fits.
           NothingFaster: if none is faster than what is known.
         """
-        if faster_than_seconds is not None:
-            self._known = faster_than_seconds
-        last, known = self.finished, self._known
-        self._reset(self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds)
-        before, self.costs.reserve = self.costs.reserve, reserve if reserve is not None else nothing_reserved
-        if any(self.costs.reserve(count).is_less_than(before(count)) for count in self.counts):
-            self._interleaving.forget()
-        if (base := self.costs.base) is not None:
-            check_room(self.request, base.solver.least_state_bytes)
-        best = self._again(last)
+        request, last = self.request, self._finished
+        known = request.faster_than_seconds if faster_than_seconds is None else faster_than_seconds
+        seconds = request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
+        self.deadline.begin(seconds, has_plan=isfinite(known))
+        self.bounds.reset()
+        self.interleaving.reset()
+        if self.costs.reserve({count: reserve(count) for count in self.costs.counts}):
+            self.interleaving.forget()
+        if self.costs.base is not None:
+            check_room(request, self.costs.base.solver.least_state_bytes)
+        run = _Run(self, known)
+        self._finished = run.finished
+        found, self.taken = run.result(last)
+        return found
+
+
+class _Run:
+    """One run of a search.
+
+    Args:
+      of: the search.
+      known: a plan whose step counts for more is not wanted.
+
+    Attributes:
+      finished: plans whose stages are solved.
+    """
+
+    def __init__(self, of: StageSearch, known: float) -> None:
+        self._of, self._known = of, known
+        self._best = BestKnown(known)
+        self.finished = FinishedPlans(of.costs, of.scheduled, of.deadline)
+        self._considered: list[Considered] = []
+        self._unsearched = inf  # what plans take at least that were not looked at to the end
+        self._shared: Candidate | None = None  # the best of the interleaved ones
+        self._slack = _ESTIMATE_SLACK[0]
+
+    def result(self, last: FinishedPlans | None) -> tuple[SearchResult, Candidate]:
+        """As of `StageSearch.run`, with the candidate that it is; `last`: the finished plans of the last run."""
+        known, best = self._known, self._again(last)
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
             if (best := self._simulate(best)) is not None or isfinite(known):
@@ -158,8 +184,8 @@ class StageSearch:
             raise self._nothing_faster()
         if best is None:
             # What was thought possible was not: nothing is left out then.
-            self.unsearched, self.best = inf, BestKnown(known)
-            self.bounds.reset()
+            self._unsearched, self._best = inf, BestKnown(known)
+            self._of.bounds.reset()
             self._search(bounded=False)
             best = self._simulate(None)
         if best is None:
@@ -167,15 +193,13 @@ class StageSearch:
         best, whole = self._merged(best)
         if whole.penalised_seconds >= known:
             raise self._nothing_faster()
-        stages, taken = best.stages, best.words(best.scheduled.name)
-        self.taken = best.costs.program.microbatches
-        self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
-        whole = certified(whole)
-        return SearchResult(
+        whole, taken = certified(whole), best.words(best.scheduled.name)
+        found = SearchResult(
             plan=whole.plan(gap_of(whole.penalised_seconds, self._least_seconds)), program=whole.costs.program,
-            considered=tuple(dict.fromkeys(self.considered)), alternatives=nearest(self.finished.simulated, but=taken),
-            stages=stages,
+            considered=tuple(dict.fromkeys(self._considered)), alternatives=nearest(self.finished.simulated, but=taken),
+            stages=best.stages,
         )  # fmt: skip
+        return found, best
 
     def _merged(self, best: Candidate | None) -> tuple[Candidate, Candidate]:
         """The best plan that fits with the pieces of its scans merged too: as it was searched, and merged.
@@ -185,12 +209,12 @@ class StageSearch:
           NothingFaster: the same, where another plan is known.
         """
         while best is not None:
-            whole = merged(best, self.costs.of_program, self._scheduled)
+            whole = merged(best, self._of.costs.of_program, self._of.scheduled)
             if whole is not None:
                 return best, whole
             self.finished.drop(best)
-            self._interleaving.reset()
-            self.best, self._shared = BestKnown(self._known), None
+            self._of.interleaving.reset()
+            self._best, self._shared = BestKnown(self._known), None
             best = self._simulate(None)
         if isfinite(self._known):
             raise self._nothing_faster()
@@ -198,24 +222,26 @@ class StageSearch:
 
     def _nothing_fits(self) -> PlanError:
         """Why there is no plan; a refusal for memory has the bound of what was ruled out for the moment."""
-        error = self.costs.nothing_fits()
-        if isinstance(error, MemoryExceeded) and self.costs.left_open:
-            error.least_seconds = self.bounds.floor
+        error = self._of.costs.nothing_fits()
+        if isinstance(error, MemoryExceeded) and self._of.costs.left_open:
+            error.least_seconds = self._of.bounds.floor
         elif isinstance(error, MemoryExceeded) and self.finished.dropped:
             error.least_seconds = self._least_seconds
         return error
 
-    def _again(self, last: FinishedPlans) -> Candidate | None:
+    def _again(self, last: FinishedPlans | None) -> Candidate | None:
         """The best plan of the last run that fits in the memory of this run: the first incumbent."""
+        if last is None:
+            return None
         for number, stages in last.ascending()[:_AGAIN]:
-            if self.deadline.over:
+            if self._of.deadline.over:
                 break
-            costs = self.costs(number)
+            costs = self._of.costs(number)
             found = last.order[number, stages]
             # What a split backward takes is a guess, and bounds nothing.
             for order in (found,) if found != "zero_bubble" else ORDERS:
-                if is_asked(order, self._schedules):
-                    count = len(stages) if order == "zero_bubble" else self.request.stage_count
+                if is_asked(order, self._of.schedules):
+                    count = len(stages) if order == "zero_bubble" else self._of.request.stage_count
                     problem = replace(self._problem(costs, order, costs.crossings()), num_stages=count)
                     costs.solve_all(problem, stages)
                     self._keep(number, costs, problem, stages)
@@ -224,11 +250,11 @@ class StageSearch:
     @property
     def _least_seconds(self) -> float:
         """Lower bound of all plans. Interleavings are tried, not bounded."""
-        least = 0.0 if set(self.request.schedules) == {INTERLEAVED} else self.unsearched
-        return max(least, self.bounds.floor)
+        least = 0.0 if set(self._of.request.schedules) == {INTERLEAVED} else self._unsearched
+        return max(least, self._of.bounds.floor)
 
     def _nothing_faster(self) -> NothingFaster:
-        return NothingFaster(self._least_seconds, tuple(dict.fromkeys(self.considered)))
+        return NothingFaster(self._least_seconds, tuple(dict.fromkeys(self._considered)))
 
     def _search(self, *, bounded: bool) -> None:
         """Search all numbers of microbatches, in the order of what they promise; `bounded` leaves out what the
@@ -237,141 +263,134 @@ class StageSearch:
         Raises:
           PlanError: what was wrong with the first number, if the step cannot be cut into any.
         """
-        left, expected = sorted(self.counts, reverse=True), dict.fromkeys(self.counts, self.bounds.floor)
+        counts = self._of.costs.counts
+        left, expected = sorted(counts, reverse=True), dict.fromkeys(counts, self._of.bounds.floor)
         # Where there is no plan yet the next finer number is the next best guess. One stage has no ends that more
         # microbatches would fill.
-        last: int | None = self.counts[0] if self.request.alone else None
+        last: int | None = counts[0] if self._of.request.alone else None
         refused: PlanError | None = None
         all_bounded = not bounded
         while left:
-            if not all_bounded and self.deadline.share > _BOUNDED_AT and isfinite(self.best.seconds):
+            if not all_bounded and self._of.deadline.share > _BOUNDED_AT and isfinite(self._best.seconds):
                 all_bounded = True
                 for count in left:
                     self._bound_count(count, expected)
-            count = last = self.bounds.promising(left, expected, self.best.seconds, self.near() or last)
+            count = last = self._of.bounds.promising(left, expected, self._best.seconds, self._near() or last)
             left.remove(count)
-            known = bounded and isfinite(self.best.seconds)
+            known = bounded and isfinite(self._best.seconds)
             if known:
                 self._bound_count(count, expected)
             if self._is_slower(count, expected[count]):
                 continue
-            if self.deadline.over:
+            if self._of.deadline.over:
                 searched = any(number == count for number, _ in self.finished.seconds)
                 how = "searched no further, out of time" if searched else "out of time"
-                self.considered.append(Considered(count, how, searched=searched))
-                self.unsearched = min(self.unsearched, expected[count])
+                self._considered.append(Considered(count, how, searched=searched))
+                self._unsearched = min(self._unsearched, expected[count])
                 continue
             try:
-                costs = self.costs(count)
+                costs = self._of.costs(count)
             except PlanError as error:
                 # Some steps cannot be cut so finely: these numbers need not have been the user's idea.
                 refused = refused or error
-                self.considered.append(Considered(count, str(error)))
+                self._considered.append(Considered(count, str(error)))
                 continue
-            self.costs.searched.add(count)
+            self._of.costs.searched.add(count)
             if not bounded:
                 costs.forget_estimates()
             excluded: tuple[Order, ...] = ()
             shares_tried = not bounded
             for problem in self._problems(costs, bounded=bounded):
-                if not shares_tried and isfinite(self.best.seconds):
+                if not shares_tried and isfinite(self._best.seconds):
                     # Interleaved stages are soon found, and often the best: then they exclude most of the rest.
                     shares_tried = True
-                    list(self.finished.simulate(self.best, count))
+                    list(self.finished.simulate(self._best, count))
                     self._interleave([count])
-                if self.deadline.over:
-                    self.unsearched = min(self.unsearched, expected[count])
+                if self._of.deadline.over:
+                    self._unsearched = min(self._unsearched, expected[count])
                 elif problem.order in excluded:
-                    self.considered.append(Considered(count, _NOTHING, schedule=problem.order))
+                    self._considered.append(Considered(count, _NOTHING, schedule=problem.order))
                 else:
                     with self._in_time(expected[count], Considered(count, "broken off, out of time")):
                         possible = self._refine(count, costs, problem, bounded=bounded)
                         if problem.order == "adaptive" and not possible:
                             excluded = _RUN_AHEAD
-            list(self.finished.simulate(self.best, count))  # what it takes bounds other numbers
-            for made in self.costs.all:
-                if made.program.microbatches != self.near():
+            list(self.finished.simulate(self._best, count))  # what it takes bounds other numbers
+            for made in self._of.costs.all:
+                if made.program.microbatches != self._near():
                     made.release()
-        if refused is not None and not self.costs.all:
+        if refused is not None and not self._of.costs.all:
             raise refused
 
     def _bound_count(self, count: int, expected: dict[int, float]) -> None:
         """Raise the lower bound of a number of microbatches, unless that already excludes it or the time is over."""
-        if expected[count] <= self.best.worth_searching and not self.deadline.over:
+        if expected[count] <= self._best.worth_searching and not self._of.deadline.over:
             with self._in_time(expected[count]):
-                expected[count] = max(expected[count], self.bounds.of(count, self.best.seconds))
-                expected[count] = max(expected[count], self.bounds.with_split(count, self.best.seconds))
+                expected[count] = max(expected[count], self._of.bounds.of(count, self._best.seconds))
+                expected[count] = max(expected[count], self._of.bounds.with_split(count, self._best.seconds))
 
     def _is_slower(self, count: int, least: float) -> bool:
         """Whether the lower bound of a number of microbatches excludes it; if so, record that."""
-        if least <= self.best.worth_searching:
+        if least <= self._best.worth_searching:
             return False
-        self.unsearched = min(self.unsearched, least)
-        self.considered.append(Considered(count, searched=False, least_seconds=least))
+        self._unsearched = min(self._unsearched, least)
+        self._considered.append(Considered(count, searched=False, least_seconds=least))
         return True
 
     @contextmanager
     def _in_time(self, least_seconds: float, *broken_off: Considered) -> Iterator[None]:
         """Run work that the time limit may break off; then record its lower bound, and what was broken off."""
-        self.deadline.may_stop = True
+        self._of.deadline.may_stop = True
         try:
             yield
         except OutOfTime:
-            self.unsearched = min(self.unsearched, least_seconds)
-            self.considered += broken_off
-            self.costs.forget_estimates()
+            self._unsearched = min(self._unsearched, least_seconds)
+            self._considered += broken_off
+            self._of.costs.forget_estimates()
         finally:
-            self.deadline.may_stop = False
+            self._of.deadline.may_stop = False
 
-    def near(self) -> int | None:
+    def _near(self) -> int | None:
         """The incumbent's number of microbatches, near which the search goes on."""
         if finished := self.finished.seconds:
             return min(finished, key=finished.__getitem__)[0]
-        return self.taken
+        last = self._of.taken
+        return last.key[0] if last is not None else None
 
     def _problems(self, costs: StageCosts, *, bounded: bool) -> Iterator[InterOpProblem]:
         """The problems of a number of microbatches, one for each order, or of zero bubble for each number of stages, if
         any may be worth it; `bounded` excludes by the incumbent."""
         crossings = costs.crossings()
         for order in ORDERS:
-            if not is_asked(order, self._schedules):
+            if not is_asked(order, self._of.schedules):
                 continue
             problem = self._problem(costs, order, crossings)
             if order != "zero_bubble" or problem.num_stages is not None:
                 yield problem
                 continue
-            if bounded and set(self.request.schedules) != {"zero_bubble"}:
+            if bounded and set(self._of.request.schedules) != {"zero_bubble"}:
                 # Of any number of stages it is a bound, which seldom leaves anything.
                 self._bound(costs, problem)
-                most = self.best.worth(order)
-                if solve_inter_op(problem, beam=FEW_LABELS, upper_bound=most, check=self.deadline.check) is None:
+                most = self._best.worth(order)
+                if solve_inter_op(problem, beam=FEW_LABELS, upper_bound=most, check=self._of.deadline.check) is None:
                     continue
             yield from (replace(problem, num_stages=count) for count in range(2, problem.most_places + 1))
-
-    @cached_property
-    def _schedules(self) -> tuple[str, ...]:
-        return schedules_for(self.request, self.costs.base.program if self.costs.base is not None else None)
-
-    @cached_property
-    def _scheduled(self) -> Callable[..., Candidate | None]:
-        """A candidate of costs and stages, `chunks` a rank; None if they do not fit."""
-        return partial(scheduled, schedules=self._schedules)
 
     def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> bool:
         """Solve a problem by estimates, then the ranges of its best plan, and repeat until that plan has only solved
         ranges. Returns whether there may be a plan that is faster than the incumbent."""
-        order = problem.order if not self.request.alone else None
+        order = problem.order if not self._of.request.alone else None
         considered = partial(Considered, costs.program.microbatches, schedule=order)
         if bounded:
             self._bound(costs, problem)
         least = inf
         for _ in range(_MOST_ROUNDS):
-            most = self.best.worth(problem.order)
-            found = solve_inter_op(problem, beam=self._beam, upper_bound=most, check=self.deadline.check)
+            most = self._best.worth(problem.order)
+            found = solve_inter_op(problem, beam=self._of.beam, upper_bound=most, check=self._of.deadline.check)
             if found is None:
-                self.considered.append(considered(_NOTHING))
+                self._considered.append(considered(_NOTHING))
                 if bounds(problem.order):
-                    self.unsearched = min(self.unsearched, most * handicap(problem.order))
+                    self._unsearched = min(self._unsearched, most * handicap(problem.order))
                 return not isfinite(most)
             left = costs.solve_all(problem, found.stages)
             if len(found.stages) == 1:
@@ -382,13 +401,13 @@ class StageSearch:
             if not left:
                 if len(found.stages) > 1:
                     sizes = " ".join(f"{s.last - s.first}x{s.submesh.size}" for s in found.stages)
-                    self.considered.append(considered(f"with layers x devices {sizes}", seconds=found.seconds))
+                    self._considered.append(considered(f"with layers x devices {sizes}", seconds=found.seconds))
                 break
-            if self.deadline.over:
-                self.considered.append(considered(f"{found.seconds:.6g} s by estimates, out of time"))
+            if self._of.deadline.over:
+                self._considered.append(considered(f"{found.seconds:.6g} s by estimates, out of time"))
                 break
         if bounds(problem.order):
-            self.unsearched = min(self.unsearched, least * handicap(problem.order))
+            self._unsearched = min(self._unsearched, least * handicap(problem.order))
         return True
 
     def _tell_ways(self, costs: StageCosts, stage: PlacedStage) -> None:
@@ -396,33 +415,34 @@ class StageSearch:
         for option in costs.solved_ways(stage.first, stage.last, stage.submesh, 1):
             seconds = costs.estimates.step_seconds(option)
             words = words_of_one(costs.program.microbatches, option.tag)
-            self.considered.append(Considered(words, seconds=seconds))
+            self._considered.append(Considered(words, seconds=seconds))
             self.finished.simulated[words] = min(seconds, self.finished.simulated.get(words, inf))
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """Exclude ranges that are too slow for any plan to beat the incumbent, or before there is one a first plan by
         estimates."""
-        bound = self.best.worth(problem.order)
+        bound = self._best.worth(problem.order)
         if not isfinite(bound):
-            bound = self._slack * first_seconds(problem, costs)
+            easy = replace(self._problem(costs.easy(), problem.order, problem.crossings), num_stages=problem.num_stages)
+            bound = self._slack * first_seconds(easy, problem, costs.program)
         costs.focus(most_seconds(problem, bound))
         if bounds(problem.order):
-            self.unsearched = min(self.unsearched, bound * handicap(problem.order))
+            self._unsearched = min(self._unsearched, bound * handicap(problem.order))
 
     def _problem(self, costs: StageCosts, order: Order, crossings: Sequence[Crossing]) -> InterOpProblem:
-        return problem_of(self.request, self.places, costs, order, crossings)
+        return problem_of(self._of.request, self._of.places, costs, order, crossings)
 
     def _keep(self, number: int, costs: StageCosts, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> None:
         """Record the best options for these stages, if all of them are solved."""
         chain = {(s.first, s.last, s.submesh) for s in stages}
         if costs.unsolved(problem, stages):
             return
-        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth(problem.order))
+        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self._best.worth(problem.order))
         if found is not None:
-            self.best.estimate(found.seconds * handicap(problem.order))
+            self._best.estimate(found.seconds * handicap(problem.order))
             self.finished.add(number, found, problem.order)
-            self.deadline.has_plan = True
-            if "zero_bubble" in self._schedules and len(stages) > 1 and problem.order != "zero_bubble":
+            self._of.deadline.has_plan = True
+            if "zero_bubble" in self._of.schedules and len(stages) > 1 and problem.order != "zero_bubble":
                 # With a split backward these stages may be the fastest too, where estimates of them are too high.
                 splitting = solve_inter_op(of_stages(replace(problem, order="zero_bubble"), found.stages))
                 if splitting is not None:
@@ -435,8 +455,9 @@ class StageSearch:
           best: what is known; None for nothing.
           again: whether the plans are those of the last run: they are interleaved if its best was.
         """
-        best = better(best, self.finished.simulate(self.best))
-        if again and not self._taken_interleaved:
+        best = better(best, self.finished.simulate(self._best))
+        last = self._of.taken
+        if again and not (last is not None and last.is_interleaved):
             return best
         self._interleave(None, again=again)
         return better(best, [self._shared] if self._shared is not None else [])
@@ -444,16 +465,16 @@ class StageSearch:
     def _interleave(self, counts: Sequence[int] | None, *, again: bool = False) -> None:
         """Try interleaved plans whose estimate beats the incumbent, in these numbers of microbatches or all; in a
         repeated run as far as time allows."""
-        for costs in self.costs.all if counts is None else map(self.costs, counts):
+        for costs in self._of.costs.all if counts is None else map(self._of.costs, counts):
             costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
-        for candidate in self._interleaving.candidates(
-            counts, self.bounds.looked_at, below_seconds=self.best.simulated,
-            late=lambda: self.deadline.over or (again and self.deadline.late),
+        for candidate in self._of.interleaving.candidates(
+            counts, self._of.bounds.looked_at, below_seconds=self._best.simulated,
+            late=lambda: self._of.deadline.over or (again and self._of.deadline.late),
         ):  # fmt: skip
             if candidate.key not in self.finished.dropped:
                 self.finished.compare(candidate)
                 count, ranks = candidate.key[0], len(candidate.scheduled.schedule.ranks)
                 shape = f"with {ranks} ranks of {len(candidate.stages) // ranks} stages"
-                self.considered.append(Considered(count, shape, schedule="interleaved", seconds=candidate.seconds))
+                self._considered.append(Considered(count, shape, schedule="interleaved", seconds=candidate.seconds))
                 self._shared = better(self._shared, [candidate])
-                self.best.simulate(candidate.penalised_seconds)
+                self._best.simulate(candidate.penalised_seconds)

@@ -144,7 +144,7 @@ class MicrobatchBounds:
     def _least(self, source: int, count: int, orders: Sequence[Order], bound: float) -> float:
         """What a plan in one of these orders takes at least, as one number says; no more than the bound."""
         costs = self._costs(source)
-        costs.reserve(self._costs.reserve(count))
+        costs.reserve(self._costs.reserved[count])
         costs.forget_estimates()  # of what was of interest before
         for order in orders:
             problem = self._problem(costs, costs.program.microbatches / count, order)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...errors import PlanError
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import meshes_alone
 from ..inter.submeshes import Submesh, Submeshes
 from ..stages.costs import StageCosts
-from ..stages.reserve import MemoryReserve, nothing_reserved
+from ..stages.reserve import MemoryReserve
 from ..stages.solver import GAP, RANGE_GAP
 from .request import StageRequest, check_layers, no_layouts, nothing_fits, nothing_fits_alone, unsolved
 
@@ -27,7 +27,7 @@ class MicrobatchCosts:
       counts: numbers of microbatches, the fewest first.
       num_devices: of the cluster.
       searched: numbers in which stages have been searched: their estimates bound those of more.
-      reserve: what the search may not count on a device in so many microbatches.
+      reserved: what the search may not count on a device, by number of microbatches.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class MicrobatchCosts:
         self.counts = sorted(request.by_microbatches)
         self.num_devices = request.cluster.num_devices
         self.searched: set[int] = set()
-        self.reserve: Callable[[int], MemoryReserve] = nothing_reserved
+        self.reserved: Mapping[int, MemoryReserve] = dict.fromkeys(self.counts, MemoryReserve())
         self._request, self._submeshes, self._places, self._check = request, submeshes, places, check
         self._made: dict[int, StageCosts | PlanError] = {}
 
@@ -61,8 +61,13 @@ class MicrobatchCosts:
         made = self._made[count]
         if isinstance(made, PlanError):
             raise made
-        made.reserve(self.reserve(count))
+        made.reserve(self.reserved[count])
         return made
+
+    def reserve(self, reserved: Mapping[int, MemoryReserve]) -> bool:
+        """From now on so much may not be counted; whether that is less than before anywhere."""
+        before, self.reserved = self.reserved, reserved
+        return any(reserved[count].is_less_than(before[count]) for count in self.counts)
 
     @property
     def base(self) -> StageCosts | None:
@@ -79,7 +84,7 @@ class MicrobatchCosts:
             return no_layouts(request)
         if self.left_open:
             return unsolved(request)
-        left = max(self.reserve(count).limit(usable, last=True) for count in self.counts)
+        left = max(self.reserved[count].limit(usable, last=True) for count in self.counts)
         if request.alone:
             least, costs = min(((one.least_bytes(self._places[0]), one) for one in self.all), key=lambda one: one[0])
             error = nothing_fits_alone(request, usable, left, least, costs.program)
@@ -122,7 +127,7 @@ class MicrobatchCosts:
                 needed="several layers whose results are kept for the backward pass", where="the loss function",
                 try_='remat="none"',
             )  # fmt: skip
-        made.reserve(self.reserve(program.microbatches))
+        made.reserve(self.reserved[program.microbatches])
         return made
 
     @property

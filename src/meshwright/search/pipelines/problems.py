@@ -81,17 +81,18 @@ def _only(problem: InterOpProblem, keep: Callable[[int, int, Submesh], bool], **
     )  # fmt: skip
 
 
-def first_seconds(problem: InterOpProblem, costs: StageCosts) -> float:
-    """The objective of a first plan by estimates: the best whose memory does not bind, or else the best of stages with
-    equal work; infinite if there is none."""
-    costs.estimates.only_easy = True
-    try:
-        easy = solve_inter_op(problem, beam=1)
-    finally:
-        costs.estimates.only_easy = False
-    if easy is not None:
-        return easy.seconds
-    plain = (stages_of_like_work(costs.program, problem, 1 << power) for power in range(7))
+def first_seconds(easy: InterOpProblem, problem: InterOpProblem, program: StagedProgram) -> float:
+    """The objective of a first plan by estimates; infinite if there is none.
+
+    Args:
+      easy: the problem of stages whose memory does not bind: the best of these, if there is any.
+      problem: of all stages: else the best of those with equal work.
+      program: that they are of.
+    """
+    found = solve_inter_op(easy, beam=1)
+    if found is not None:
+        return found.seconds
+    plain = (stages_of_like_work(program, problem, 1 << power) for power in range(7))
     return min((found.seconds for found in plain if found is not None), default=inf)
 
 

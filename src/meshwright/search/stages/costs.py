@@ -10,6 +10,7 @@ solved ranges only (`pipelines.driver`). Equal ranges are solved once, wherever 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
@@ -112,12 +113,16 @@ class StageCosts:
         known = self._known(first, last, kind)
         if in_flight in known:
             return known[in_flight]
-        if self.estimates.only_easy:
-            return self.estimates.estimate(first, last, kind, in_flight)
         key = (first, last, kind, in_flight)
         if key not in self._estimated:
             self._estimated[key] = self.estimates.estimate(first, last, kind, in_flight)
         return self._estimated[key]
+
+    def easy(self) -> StageCosts:
+        """The same without estimates of ranges whose fastest layouts do not fit."""
+        view = copy(self)
+        view.estimates, view._estimated = self.estimates.easy(), {}
+        return view
 
     def shared_options(self, share: float) -> Callable[[int, int, Submesh, int], Sequence[Option]]:
         """As `options`, for microbatches of this share of the program's: too low by what smaller microbatches lose."""

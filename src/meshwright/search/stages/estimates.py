@@ -26,6 +26,7 @@ at a price of memory a part has the bytes of what a forest finds there, which ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import ceil, inf, log
 
@@ -41,7 +42,7 @@ from .shared_memory import PricedStages, between, least_seconds
 from .solver import Place, StageSolver
 
 # Prices of memory, in units of the whole program's seconds over the limit. Chosen, not measured.
-_PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+_PRICES: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 
 # Below this share of the memory limit rematerialisation is not tried. Chosen, not measured.
 _EASY = 0.5
@@ -84,7 +85,6 @@ class StageEstimates:
     ) -> None:  # fmt: skip
         self.program = program
         self.solver = solver
-        self.only_easy = False  # while it is set, ranges whose fastest layouts do not fit are left out
         self.parts, self._check = PartRows(solver, check), check
         self._same = 1 + solver.gap  # ways whose seconds differ by less are the same: ranges are solved no closer
         self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
@@ -94,21 +94,27 @@ class StageEstimates:
         self._most_layers = len(program.layers) if most_layers is None else most_layers
         same = coarser is not None and np.array_equal(coarser._starts, self._starts)
         self._coarser = coarser if same else None
-        self._reserve = MemoryReserve()
+        self._reserve, self._prices = MemoryReserve(), _PRICES
         self._most: Mapping[int, np.ndarray] = {}
         self._shared_inputs: dict[tuple[str, bool], SharedInputs] = {}
         self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
         self._free: dict[int, list[tuple[float, int, np.ndarray]]] = {}
         self._weights: dict[tuple[int, int], float] = {}
         self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._tables: dict[tuple[int, tuple[int, ...], float, bool], RangeTable] = {}
-        self._places: dict[tuple[int, int, float, bool], tuple[RangeTable, int]] = {}
+        self._tables: dict[tuple[int, tuple[int, ...], float], RangeTable] = {}
+        self._places: dict[tuple[int, int, float], tuple[RangeTable, int]] = {}
         self._layer_sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
 
     def reserve(self, reserve: MemoryReserve) -> None:
         """From now on so many bytes of a device may not be counted; prices stay what they are."""
         self._reserve = reserve
         self._clear()
+
+    def easy(self) -> StageEstimates:
+        """The same without ranges whose fastest layouts do not fit."""
+        view = copy(self)
+        view._prices, view._tables, view._places = (), {}, {}
+        return view
 
     def focus(self, most_seconds: Mapping[int, np.ndarray]) -> bool:
         """From now on only ranges are of interest that take, in one microbatch, no longer than this.
@@ -270,10 +276,7 @@ class StageEstimates:
         left = table.left_of(first, last)
         if all_ways:  # nothing is faster for being computed twice
             told = {(number, remat) for _, number, remat in found}
-            found += [
-                (weight, number, remat)
-                for weight, number, _ in found for remat in self._wishes if (number, remat) not in told
-            ]  # fmt: skip
+            found += [(weight, n, remat) for weight, n, _ in found for remat in self._wishes if (n, remat) not in told]
         return sorted([*found, *((weight, number, remat) for weight, number in left for remat in self._wishes)])
 
     def step_seconds(self, option: Option, share: float = 1.0) -> float:
@@ -290,13 +293,13 @@ class StageEstimates:
 
     def _place(self, kind: int, in_flight: int, share: float) -> tuple[RangeTable, int]:
         """A table that has so many in flight, and where."""
-        key = kind, in_flight, share, self.only_easy
+        key = kind, in_flight, share
         if key not in self._places:
             self._table(kind, (in_flight,), share)
         return self._places[key]
 
     def _table(self, kind: int, in_flight: tuple[int, ...], share: float) -> RangeTable:
-        key = kind, in_flight, share, self.only_easy
+        key = kind, in_flight, share
         if key not in self._tables:
             self._check()
             ranges = np.array(np.triu_indices(len(self._starts), 1))
@@ -304,7 +307,7 @@ class StageEstimates:
             most = self._most[kind][*ranges] if kind in self._most else np.full(ranges.shape[1], np.inf)
             self._tables[key] = table = self._made(kind, in_flight, share, ranges, most)
             for place, number in enumerate(in_flight):
-                self._places[kind, number, share, self.only_easy] = table, place
+                self._places[kind, number, share] = table, place
         return self._tables[key]
 
     def _made(
@@ -382,7 +385,7 @@ class StageEstimates:
         found = np.full((WORKSPACE, *wanted.shape), np.inf)
         before: np.ndarray | None = None
         over: np.ndarray | None = None
-        for price in range(len(_PRICES) + 1):
+        for price in range(len(self._prices) + 1):
             sums = self._sum(kind, number, remat, price, about if price else 1.0, ranges, others)
             now = self._of_share(sums, share)
             held = now[CONSTANT] + times * now[KEPT]
@@ -393,8 +396,6 @@ class StageEstimates:
                 wanted = wanted & (now[FORWARD] + now[BACKWARD] <= most)
                 take = take & wanted
                 found[:, take] = here[:, take]
-                if self.only_easy:
-                    break
             elif take.any():
                 # Between the last price at which it does not fit and this one.
                 most_held = np.broadcast_to(limits, take.shape)[take]
@@ -404,7 +405,7 @@ class StageEstimates:
             if not wanted.any():
                 break
             before, over = here, held
-        if self.solver.alone and before is not None and over is not None:
+        if self.solver.alone and self._prices and before is not None and over is not None:
             # Layouts between those that some price finds may fit: of the whole program that is worth finding out.
             found[:, wanted] = before[:, wanted]
             found[CONSTANT] -= np.where(wanted, np.maximum(over - limits, 0.0), 0.0)
@@ -418,8 +419,7 @@ class StageEstimates:
 
     def _least(self, kind: int, number: int, remat: str, ranges: Ranges) -> np.ndarray:
         """Bytes on a device that no layout of a range is below: throughout, for each microbatch in flight, and while
-        it is computed again: `[3, range]`. From fewer microbatches where there are any: what a microbatch keeps shrinks
-        with it at most."""
+        computed again: `[3, range]`. From fewer microbatches, if any: what one keeps shrinks with it at most."""
         if self._coarser is not None:
             share = self._coarser.program.microbatches / self.program.microbatches
             constant, kept, workspace = self._coarser._least(kind, number, remat, ranges)
