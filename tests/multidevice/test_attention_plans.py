@@ -72,7 +72,14 @@ def layers(state: Any, x: jax.Array) -> Any:
     return jax.tree.map(lambda a, b: a - 0.1 * b, state, grads), value
 
 
-@pytest.mark.parametrize("options", [{"remat": "layer", "mesh": (8,)}, {"stages": 2, "microbatches": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"remat": "layer", "stages": 2, "microbatches": 2},
+        pytest.param({"remat": "layer", "mesh": (8,)}, marks=pytest.mark.slow),
+        pytest.param({"stages": 2, "microbatches": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_ring_in_rematerialised_layers_and_in_stages(options: Any) -> None:
     state, x = small()
     state = {name: jnp.stack([leaf, -leaf]) for name, leaf in state.items() if name != "sinks"}
