@@ -91,7 +91,9 @@ def plan_of_the_plain_form(preset: str) -> mw.Plan:
 
 
 @pytest.mark.parametrize("attention", [gpu, splash, cudnn])
-@pytest.mark.parametrize("preset", ["data_parallel()", "megatron(tp=8)", "megatron(tp=2)"])
+@pytest.mark.parametrize(
+    "preset", ["data_parallel()", pytest.param("megatron(tp=8)", marks=pytest.mark.slow), "megatron(tp=2)"]
+)
 def test_attention_is_split_like_the_plain_form(attention: Function, preset: str) -> None:
     args = weights(), batch()
     with warnings.catch_warnings():
@@ -345,4 +347,4 @@ def test_an_attention_that_there_is_not_is_refused() -> None:
 def test_schemes_and_searches_answer_for_gpus_that_are_not_here_too() -> None:
     args = weights(), batch()
     assert analyse(step_of(cudnn), args, cluster="dgx-h100:1")
-    assert run_searches(step_of(cudnn), args, cluster="dgx-h100:1", methods=["bfs"], time_limit_seconds=2)
+    assert run_searches(step_of(cudnn), args, cluster="dgx-h100:1", methods=["bfs"], time_limit_seconds=0.5)

@@ -44,11 +44,12 @@ def clipped_step(state: Any, x: Any, y: Any) -> Any:
 @pytest.mark.parametrize(
     ("pipeline"),
     [
-        Pipeline(schedule="gpipe"),
         Pipeline(schedule="zero_bubble", submeshes=(2, 2, 4), microbatches=2),
         Pipeline(schedule="one_f_one_b", microbatches=8, submeshes=(4, 2, 2)),
         Pipeline(schedule="eager_one_f_one_b", options=(("split_backward", 1),), submeshes=(2, 2, 2, 2)),
         Pipeline(schedule="adaptive", options=(("warm_up", (2, 1)),), submeshes=(2, 2, 4)),
+        # As of presets (`test_preset_runs`).
+        pytest.param(Pipeline(schedule="gpipe"), marks=pytest.mark.slow),
         pytest.param(Pipeline(schedule="gpipe", microbatches=1), marks=pytest.mark.slow),
     ],
     ids=lambda p: f"{p.schedule}-{p.microbatches}",

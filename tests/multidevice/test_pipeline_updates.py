@@ -49,10 +49,6 @@ def test_a_cond_around_the_update_of_parameters_that_stages_share() -> None:
     assert_updates("scaled", tied, perceptron(), _TWO)
 
 
-def test_gradient_accumulation_of_a_stack_whose_loop_is_cut() -> None:
-    assert_updates("multisteps", scanned, stack(), _STACK)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)
 def test_every_update(name: str) -> None:

@@ -33,7 +33,7 @@ def planned(target: Any, preset: Any, **options: Any) -> Planning:
 
 
 def assert_as_on_one_device(target: Any, planning: Planning, steps: int = 2) -> None:
-    state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))
+    state, batch = jax.jit(target.init)(jax.random.key(0)), jax.jit(target.make_batch)(jax.random.key(1))
     many = len(planning.plan.stages) > 1
     parallel = (PipelinedStep if many else PlannedStep)(planning.program, planning.plan, jax.devices())
     alone = jax.jit(target.step)
@@ -266,7 +266,7 @@ def test_pipedream_runs_and_learns() -> None:
     target = zoo.mlp(width=16, layers=4, batch=16, optimizer="sgd")
     planning = planned(target, presets.pipedream(2), microbatches=4)
     step = PipelinedStep(planning.program, planning.plan, jax.devices())
-    state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))
+    state, batch = jax.jit(target.init)(jax.random.key(0)), jax.jit(target.make_batch)(jax.random.key(1))
     losses = []
     for _ in range(10):
         state, metrics = step(state, batch)

@@ -29,7 +29,6 @@ def assert_as_on_one_device(seeds: Sequence[int]) -> None:
     ends = []
     for seed in seeds:
         ends.append(outcome(seed))
-        jax.clear_caches()
     refused = [end for end in ends if end != "equal"]
     assert len(refused) <= len(ends) // 4, refused
 
@@ -43,3 +42,4 @@ def test_a_random_step(seeds: Sequence[int]) -> None:
 @pytest.mark.parametrize("first", range(0, 400, 20))
 def test_more_random_steps(first: int) -> None:
     assert_as_on_one_device(range(first, first + 20))
+    jax.clear_caches()  # what this many programs have left

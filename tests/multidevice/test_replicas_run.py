@@ -57,7 +57,7 @@ def assert_as_on_one_device(
     return parallel
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_losses_and_results_beside_them(reduction: str) -> None:
     """Sums, means, extremes and counts are those of the whole batch."""
     assert_as_on_one_device(step_with_results(reduction, rows=False), perceptron(), *data())
@@ -97,7 +97,16 @@ def test_replicas_agree_on_what_no_reduction_is() -> None:
         np.testing.assert_allclose(first, second, rtol=1e-5)
 
 
-def test_adam_with_a_global_norm_and_state_of_its_own() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        # ZeRO-3 inside each replica: what they exchange is split otherwise on each.
+        {"zero": 3, "devices": (2, 4, 1)},
+    ],
+    ids=["whole", "zero 3"],
+)
+def test_adam_with_a_global_norm_and_state_of_its_own(options: dict[str, Any]) -> None:
     """The norm is of gradients that replicas have exchanged; the running mean reads the loss of all."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-5))
 
@@ -109,10 +118,9 @@ def test_adam_with_a_global_norm_and_state_of_its_own() -> None:
         norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
         return {"params": params, "optimizer": kept, "running": running}, {"loss": value, "norm": norm}
 
-    state = {"params": perceptron(), "optimizer": optimizer.init(perceptron()), "running": jnp.ones(())}
-    assert_as_on_one_device(step, state, *data())
-    # ZeRO-3 inside each replica: what they exchange is split otherwise on each.
-    assert_as_on_one_device(step, state, *data(), zero=3, devices=(2, 4, 1))
+    params = perceptron()
+    state = {"params": params, "optimizer": optimizer.init(params), "running": jnp.ones(())}
+    assert_as_on_one_device(step, state, *data(), **options)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from meshwright import zoo
 @pytest.mark.parametrize(
     ("name", "method", "stages"),
     [
-        ("mlp-tiny", "mcmc", 1),
+        pytest.param("mlp-tiny", "mcmc", 1, marks=pytest.mark.slow),
         ("mlp-tiny", "reinforce", 2),
         pytest.param("gpt-tiny", "mcts", 1, marks=pytest.mark.slow),
         pytest.param("moe-tiny", "dynamic_programming", 2, marks=pytest.mark.slow),
