@@ -233,7 +233,7 @@ def suite() -> dict[str, Any]:
         "gpt2_short",
         "llama_scan8_remat",
         "resnet_bn",
-        "unet",
+        pytest.param("unet", marks=pytest.mark.slow),
         "mlp_data_parallel",
         "mlp_zero3",
     ],
