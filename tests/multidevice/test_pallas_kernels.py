@@ -82,9 +82,6 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(*half, is_causal=True, implementation="cudnn").astype(q.dtype)
 
 
-ATTENTION: dict[str, Function] = {"gpu": gpu, "splash": splash}
-
-
 @cache
 def plan_of_the_plain_form(preset: str) -> mw.Plan:
     return mw.plan_for(step_of(plain), (weights(), batch()), preset=preset, cluster="dgx-h100:1").plan
@@ -104,7 +101,7 @@ def test_attention_is_split_like_the_plain_form(attention: Function, preset: str
     assert plan.stages[0].communication == like.stages[0].communication
 
 
-@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
+@pytest.mark.parametrize("attention", [pytest.param(gpu, marks=pytest.mark.slow), splash], ids=["gpu", "splash"])
 @pytest.mark.parametrize("preset", ["megatron(tp=4)"])
 def test_its_numbers_are_those_of_one_device(attention: Function, preset: str) -> None:
     assert_as_on_one_device(step_of(attention), weights(), batch(), preset=preset)

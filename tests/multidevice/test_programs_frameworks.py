@@ -61,7 +61,7 @@ def matrices(p: Any) -> Any:
             optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-2, 2, 9), weight_decay=0.1, mask=matrices),
             {"zero": 1, "stages": 1},
         ),
-        (optax.adafactor(1e-2, min_dim_size_to_factor=8), {"zero": 1, "stages": 2}),
+        pytest.param(optax.adafactor(1e-2, min_dim_size_to_factor=8), {"zero": 1, "stages": 2}, marks=pytest.mark.slow),
         (optax.adafactor(1e-2, min_dim_size_to_factor=8), {"zero": 3, "stages": 1}),
         (optax.sgd(0.1, momentum=0.9, nesterov=True), {**TENSOR, "pins": {"*['w']": (None, "model")}}),
         (optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2)), {"zero": 2, "microbatches": 4}),
@@ -245,7 +245,10 @@ class Block(eqx.Module):
 
 @pytest.mark.parametrize(
     "options",
-    [{**TENSOR, "pins": {"args[0][0].inner.weight": ("model", None)}}, {"zero": 3, "microbatches": 2, "stages": 2}],
+    [
+        pytest.param({**TENSOR, "pins": {"args[0][0].inner.weight": ("model", None)}}, marks=pytest.mark.slow),
+        {"zero": 3, "microbatches": 2, "stages": 2},
+    ],
 )
 def test_equinox_with_an_activation_among_its_leaves(options: dict[str, Any]) -> None:
     model = Block(jax.random.key(0))

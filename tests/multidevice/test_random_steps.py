@@ -11,7 +11,7 @@ from random_steps import OPTIONS, options_of, outcome, random_step
 # Branches run whole on every device, which is said and is no fault.
 pytestmark = pytest.mark.filterwarnings("ignore::meshwright.program.rules.ReplicationWarning")
 
-# Few that together draw all that there is.
+# Few that together draw all that there is; the first five take the longest.
 SEEDS = ((64, 5, 45, 34, 91), (0, 1, 38, 39, 4))
 
 
@@ -33,7 +33,9 @@ def assert_as_on_one_device(seeds: Sequence[int]) -> None:
     assert len(refused) <= len(ends) // 4, refused
 
 
-@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"from {seeds[0]}")
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(SEEDS[0], marks=pytest.mark.slow), SEEDS[1]], ids=lambda seeds: f"from {seeds[0]}"
+)
 def test_a_random_step(seeds: Sequence[int]) -> None:
     assert_as_on_one_device(seeds)
 

@@ -76,7 +76,10 @@ def kinds(parallel: PipelinedStep) -> dict[str, type]:
     ("options", "expected"),
     [
         ({"scan": (3, 3), "layers": (2, 2)}, {"tied": Joint, "stack": Joint}),
-        ({"scan": (3, 3), "layers": (2, 2), "submeshes": (4, 2), "layouts": UNLIKE}, {"tied": Owned, "stack": Relaid}),
+        pytest.param(
+            {"scan": (3, 3), "layers": (2, 2), "submeshes": (4, 2), "layouts": UNLIKE},
+            {"tied": Owned, "stack": Relaid}, marks=pytest.mark.slow,
+        ),
         pytest.param({"scan": (2, 4), "layers": (2, 2)}, {"tied": Joint, "stack": Relaid}, marks=pytest.mark.slow),
         pytest.param({"scan": (2, 3), "layers": (2, 2)}, {"tied": Joint, "stack": Relaid}, marks=pytest.mark.slow),
         pytest.param(

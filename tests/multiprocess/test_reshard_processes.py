@@ -185,9 +185,17 @@ def test_other_differences_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "moves", ["moves[::2]", pytest.param("moves[1::2]", marks=pytest.mark.slow)], ids=["to replicas", "to blocks"]
+    "cases",
+    [
+        "[(pairs, moves[0]), (uneven, moves[2])]",
+        pytest.param("[(pairs, moves[2]), (uneven, moves[0])]", marks=pytest.mark.slow),
+        pytest.param(
+            "[(network, move) for network in (pairs, uneven) for move in moves[1::2]]", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["to replicas", "to others", "to blocks"],
 )
-def test_domains_of_several_processes(tmp_path: Path, moves: str) -> None:
+def test_domains_of_several_processes(tmp_path: Path, cases: str) -> None:
     """Two processes in each fast domain; or two machines, one a device, the other all the rest: what enters a domain,
     or is there from the beginning, is handed on to its other processes too."""
     found = outputs(
@@ -205,10 +213,9 @@ moves = [
     (on((6, 1), (2,), (None, "x")), on(range(8), (8,), ())),
     (on(range(8), (8,), ("x",)), on(range(8), (4, 2), ("y",))),
 ]
-for network in (pairs, uneven):
-    for source, target in {moves}:
-        moved = mw.reshard(whole(x, source), target, network=network, chunk_bytes=1 << 12)
-        check(moved, x, target)
+for network, (source, target) in {cases}:
+    moved = mw.reshard(whole(x, source), target, network=network, chunk_bytes=1 << 12)
+    check(moved, x, target)
 print("moved")
 """,
         4,

@@ -69,7 +69,7 @@ def followed(advice: str, options: dict[str, Any]) -> dict[str, Any]:
     [
         ({"preset": "megatron(tp=2, pp=2)"}, 130),
         ({"preset": "data_parallel()"}, 400),
-        ({"preset": "gpipe(2)"}, 150),
+        pytest.param({"preset": "gpipe(2)"}, 150, marks=pytest.mark.slow),
         pytest.param({"microbatches": 1, "preset": "zero(stage=3)"}, 80, marks=pytest.mark.slow),
         pytest.param({"preset": "deepspeed_3d(tp=1, pp=2)"}, 110, marks=pytest.mark.slow),
     ],
@@ -207,7 +207,7 @@ def test_sizes_that_do_not_fit_the_devices_are_refused_with_some_that_do(text: s
 @pytest.mark.parametrize(
     ("preset", "width", "batch"),
     [
-        ("megatron(tp=8)", 20, 16), ("megatron(tp=8)", 7, 16), ("megatron(tp=8)", 6, 15), ("megatron(tp=4)", 7, 16),
+        ("megatron(tp=8)", 20, 16), ("megatron(tp=8)", 7, 16), ("megatron(tp=8)", 6, 15),
         ("fsdp_tp(tp=4)", 7, 16), ("expert_parallel(ep=4)", 8, 16), ("expert_parallel(ep=4)", 8, 20),
     ],
 )  # fmt: skip
@@ -223,7 +223,10 @@ def test_an_axis_that_finds_nothing_to_split_is_refused_with_one_that_does(prese
     assert mw.plan_for(step, args, preset=tried, cluster="p4d.24xlarge:1")
 
 
-@pytest.mark.parametrize(("batch", "microbatches"), [(24, 3), (12, None), (36, None), (24, None), (12, 1)])
+@pytest.mark.parametrize(
+    ("batch", "microbatches"),
+    [(24, 3), (12, None), (36, None), pytest.param(24, None, marks=pytest.mark.slow), (12, 1)],
+)
 def test_interleaved_stages_take_microbatches_that_the_batch_can_be_cut_into(
     batch: int, microbatches: int | None
 ) -> None:
@@ -248,6 +251,7 @@ def test_a_microbatch_of_one_example_is_a_batch(microbatches: int | None) -> Non
     assert (plan.microbatches, len(plan.stages)) == (8, 8)
 
 
+@pytest.mark.slow
 def test_as_many_stages_as_there_is_room_for_are_no_matter_of_how_layers_are_joined() -> None:
     """Thirty blocks and a head are fifteen equal layers of at most sixteen, which is no reason to refuse sixteen."""
     config = gpt.GPTConfig(

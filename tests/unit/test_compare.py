@@ -91,7 +91,7 @@ def test_where_nothing_fits_every_plan_says_why() -> None:
 
 def test_the_command_prints_one_json_object(capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["compare", "mlp-tiny", "--cluster", "rtx4090-4", "--time-limit", "5", "--json"])
+        main(["compare", "mlp-tiny", "--cluster", "rtx4090-4", "--time-limit", "1", "--json"])
     assert ended.value.code == 0
     document = json.loads(capsys.readouterr().out)
     families = {one["name"].split("(")[0] for one in document["plans"]}

@@ -35,7 +35,9 @@ def pair(name: str, batch: int, second: int) -> tuple[Callable[[int], StagedProg
     return lambda count: staged(traces, args, count, first), first, staged(traces, args, second, first)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "unet-tiny")) for name in SIZES]
+)
 def test_it_is_what_tracing_gives(name: str) -> None:
     traced, first, second = pair(name, SIZES[name], 4)
     for count in (2, 8):

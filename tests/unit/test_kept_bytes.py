@@ -59,8 +59,10 @@ CASES = {
 }
 
 
-# What a mixture's stages hold, kept values among it: `test_workspace`.
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "moe")) for n in CASES])
+# What a mixture's stages hold, kept values among it: `test_workspace`. Of scans one model is in `make test`.
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n in {"moe", "gpt, one scan", "wide resnet"})) for n in CASES]
+)
 @pytest.mark.parametrize("mesh", [pytest.param((4,), marks=pytest.mark.slow), (2, 2)])
 def test_the_search_counts_what_stages_keep(case: str, mesh: tuple[int, ...]) -> None:
     target = CASES[case]()

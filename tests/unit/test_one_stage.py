@@ -34,7 +34,7 @@ def peak(planning: Planning) -> float:
 @cache
 def target_of(name: str) -> tuple[Any, Any, float]:
     """A target, the same with a memory of its traces, and the bytes that its fastest plan holds."""
-    target = zoo.mlp(width=512, layers=4, batch=512) if name == "mlp" else zoo.registry.build("gpt-tiny")
+    target = zoo.mlp(width=512, layers=3, batch=512) if name == "mlp" else zoo.registry.build("gpt-tiny")
     return target, replace(target, step=traces_of(target.step)), peak(planned(target))
 
 

@@ -52,7 +52,7 @@ def planned(traces: Traces, target: Any, preset: str, **options: Any) -> Plannin
     "text",
     [
         pytest.param("deepspeed_3d(tp=2, pp=2, zero=1)", marks=pytest.mark.slow),
-        "gpipe(4)",
+        pytest.param("gpipe(4)", marks=pytest.mark.slow),
         "megatron(tp=2, pp=2, chunks=2)",
         "zero(stage=3)",
     ],
@@ -73,7 +73,9 @@ def test_the_best_number_of_microbatches_is_taken(small: Any, small_traces: Trac
         assert gap <= 0.01
 
 
-@pytest.mark.parametrize("text", ["megatron(tp=2, pp=4)", "gpipe(8)", "pipedream(4)"])
+@pytest.mark.parametrize(
+    "text", ["megatron(tp=2, pp=4)", pytest.param("gpipe(8)", marks=pytest.mark.slow), "pipedream(4)"]
+)
 def test_stages_are_as_many_equal_ones(target: Any, traces: Traces, text: str) -> None:
     preset = presets.parse_preset(text).on(8)
     plan = planned(traces, target, text).plan

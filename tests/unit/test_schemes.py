@@ -147,19 +147,20 @@ def test_a_transformer_has_the_sums_and_activations_of_the_papers(
 ONE_STAGE = ["data", "central", "zero_1", "zero_2", "zero_3", "tensor", "sequence", "expert"]
 
 
-# Experts change nothing of how these are planned.
-OF_ANY_MODEL = ("data", "central", "zero_1", "zero_2", "sequence")
+# What attention or experts change of how a scheme is planned.
+OF_ATTENTION, OF_EXPERTS = ("tensor", "sequence"), ("tensor", "expert")
 
 
 @pytest.mark.parametrize(
     ("name", "schemes"),
     [
-        ("gpt-tiny", ONE_STAGE),
         ("mlp-tiny", ONE_STAGE),
-        ("moe-tiny", [one for one in ONE_STAGE if one not in OF_ANY_MODEL]),
-        pytest.param("moe-tiny", OF_ANY_MODEL, marks=pytest.mark.slow),
+        ("gpt-tiny", OF_ATTENTION),
+        ("moe-tiny", OF_EXPERTS),
+        pytest.param("gpt-tiny", [one for one in ONE_STAGE if one not in OF_ATTENTION], marks=pytest.mark.slow),
+        pytest.param("moe-tiny", [one for one in ONE_STAGE if one not in OF_EXPERTS], marks=pytest.mark.slow),
     ],
-    ids=["gpt-tiny", "mlp-tiny", "moe-tiny", "moe-tiny, other schemes"],
+    ids=["mlp-tiny", "gpt-tiny", "moe-tiny", "gpt-tiny, other schemes", "moe-tiny, other schemes"],
 )
 def test_what_is_counted_is_what_the_plan_of_the_preset_shows(name: str, schemes: Sequence[str]) -> None:
     traces, target = traced(name)

@@ -42,7 +42,7 @@ def space(name: str, stages: int | None, **options: Any) -> tuple[Space, Any]:
     return space_of(asked), target
 
 
-DEAR = {("gpt-tiny", "none", 2), ("gpt-tiny", "layer", 1)}
+DEAR = {("gpt-tiny", "none", 2), ("gpt-tiny", "layer", 1), ("gpt-tiny", "none", 1)}
 
 
 @pytest.mark.parametrize(
