@@ -46,7 +46,7 @@ def on_one_device() -> tuple[Any, list[float]]:
         pytest.param({"stages": 4, "schedule": "gpipe", "microbatches": 2}, marks=pytest.mark.slow),
         pytest.param({"preset": "pipedream(2)", "microbatches": 1}, marks=pytest.mark.slow),
         pytest.param({"stages": None}, marks=pytest.mark.slow),
-        {"submeshes": (2, 2, 4), "microbatches": 2},
+        pytest.param({"submeshes": (2, 2, 4), "microbatches": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -11,8 +11,8 @@ from random_steps import OPTIONS, options_of, outcome, random_step
 # Branches run whole on every device, which is said and is no fault.
 pytestmark = pytest.mark.filterwarnings("ignore::meshwright.program.rules.ReplicationWarning")
 
-# Few that together draw all that there is; the first five take the longest.
-SEEDS = ((64, 5, 45, 34, 91), (0, 1, 38, 39, 4))
+# Few that together draw all that there is; the first take the longest.
+SEEDS = ((64, 5, 45, 1, 4, 38), (0, 39, 34, 91))
 
 
 def drawn(seed: int) -> set[str | int]:

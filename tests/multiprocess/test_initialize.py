@@ -50,7 +50,8 @@ def test_processes_of_several_devices_add_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("who", "how", "status", "shown"),
     [
-        (1, "raise ValueError('this is why')", 1, "ValueError: this is why"),
+        # In the middle of a step: `test_pipeline_failures`.
+        pytest.param(1, "raise ValueError('this is why')", 1, "ValueError: this is why", marks=pytest.mark.slow),
         pytest.param(0, "raise SystemExit(7)", 7, "status 7", marks=pytest.mark.slow),
         pytest.param(1, "os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL", marks=pytest.mark.slow),
         # With process 0 goes the coordinator, and the others abort of themselves: it must be named all the same.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,10 +51,14 @@ class Import(NamedTuple):
         return f"{self.module}.".startswith(f"{prefix}.")
 
 
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def imports_of(file: Path, source: str) -> Iterator[Import]:
     """Every import in a file of the package, also inside functions; `file` is relative to the folder of the package."""
-    tree = ast.parse(source, str(file))
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(file, node.lineno, alias.name)
@@ -66,7 +71,7 @@ def imports_of(file: Path, source: str) -> Iterator[Import]:
 def uses_of(file: Path, source: str) -> Iterator[Import]:
     """Imports, and dotted names such as `jax.core.Tracer` reached through a plain `import jax`."""
     yield from imports_of(file, source)
-    for node in ast.walk(ast.parse(source, str(file))):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             yield Import(file, node.lineno, f"{node.value.id}.{node.attr}")
 

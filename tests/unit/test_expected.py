@@ -202,7 +202,12 @@ def test_a_search_traces_two_numbers_and_a_third() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "stages"),
-    [(quadratic, 2), (least, 2), pytest.param(quadratic, 1, marks=pytest.mark.slow), (half, 1)],
+    [
+        (quadratic, 2),
+        pytest.param(least, 2, marks=pytest.mark.slow),
+        pytest.param(quadratic, 1, marks=pytest.mark.slow),
+        (half, 1),
+    ],
 )
 def test_a_step_that_is_not_linear_is_traced_in_every_number(
     loss: Loss, stages: int, monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,7 @@ def seconds(plan: Plan) -> float:
     return plan.predicted.step_seconds
 
 
-@pytest.mark.parametrize("parts", [1, pytest.param(10, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("parts", [*(pytest.param(parts, marks=pytest.mark.slow) for parts in (1, 10)), 40])
 def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is over after so many parts beyond the first plan."""
     best = seconds(at_leisure())

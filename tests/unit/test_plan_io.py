@@ -165,7 +165,7 @@ PLANS = st.builds(
 ).map(in_a_row)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plan=PLANS)
 def test_every_plan_comes_back_as_it_was(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("plans") / "plan.json"

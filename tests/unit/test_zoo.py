@@ -83,7 +83,7 @@ def test_model_flops_are_those_of_the_traced_products(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("gpt-tiny", "mlp-tiny") else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
+    [name if name == "mlp-tiny" else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
 )
 def test_tiny_models_learn(name: str) -> None:
     target = zoo.build(name)
@@ -108,7 +108,9 @@ def test_tiny_models_learn(name: str) -> None:
         assert all(jax.tree.leaves(moved))
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in TINY_TRACED)) for name in TINY]
+)
 def test_remat_marks_the_layers_and_changes_nothing_else(name: str) -> None:
     plain, remat = (zoo.build(name, remat=remat) for remat in (False, True))
     assert not [eqn for eqn, _ in traced(plain) if eqn.primitive.name.startswith(("checkpoint", "remat"))]

@@ -94,6 +94,7 @@ def test_full_models_trace_in_few_equations(name: str) -> None:
     assert set(repeated) == {run.repeats for run in CONFIGS[name].runs}
 
 
+@pytest.mark.slow
 def test_a_pattern_is_its_layers_in_turn() -> None:
     """One run of a pattern computes what runs of its layers one by one do."""
     config = dataclasses.replace(CONFIGS["gemma3-tiny"], global_batch=2)
