@@ -127,6 +127,7 @@ def test_of_many_heads_the_sequence_is_exchanged_for_heads() -> None:
     assert "sequence parallel (all-to-all)" in role.names
 
 
+@pytest.mark.slow
 def test_cudnn_and_the_operator_are_predicted_alike() -> None:
     """One layer of width 4096 on eight H100s, within a tenth."""
 

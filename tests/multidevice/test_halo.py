@@ -68,7 +68,7 @@ def rule_of(equation: Equation) -> Any:
     return rules.rule(equation, differentiated=False)
 
 
-@pytest.mark.parametrize("blocks", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("blocks", [*(pytest.param(blocks, marks=pytest.mark.slow) for blocks in (2, 4)), 8])
 def test_results_and_gradients_are_those_of_one_device(blocks: int) -> None:
     equations = [windowed(name) for name in CASES]
     spatial = [[f for f in rule_of(e).factors if f.kind == "spatial" and f.size % blocks == 0] for e, _ in equations]

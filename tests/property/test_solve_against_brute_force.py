@@ -218,6 +218,7 @@ def test_presolve_keeps_the_optimum(dominance: bool, fold_degree: int) -> None:
         assert problem.fits(problem.memory_of(choices)), seed
 
 
+@pytest.mark.slow  # in `make test` a binding limit: `test_solve_large`
 def test_a_thousand_nodes_like_a_transformer() -> None:
     path = Path(__file__).parents[2] / "benchmarks" / "solver.py"
     spec = importlib.util.spec_from_file_location("benchmarks_solver", path)

@@ -154,8 +154,13 @@ def scanned(reverse: bool) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("trips", [(3, 4), (1, 5, 1)])
+@pytest.mark.parametrize(
+    ("reverse", "trips"),
+    [
+        (False, (3, 4)), (True, (1, 5, 1)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((True, (3, 4)), (False, (1, 5, 1)))),
+    ],
+)  # fmt: skip
 def test_a_scan_in_pieces_is_the_scan(reverse: bool, trips: tuple[int, ...]) -> None:
     keys = jax.random.split(jax.random.key(0), 2)
     args = (jax.random.normal(keys[0], (2, 4)), jax.random.normal(keys[1], (7, 4, 4)), jnp.float32(0.9))

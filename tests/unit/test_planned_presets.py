@@ -173,7 +173,7 @@ def test_a_program_that_is_no_scan_is_cut_between_its_layers() -> None:
     assert max(forward) < 1.5 * min(forward)
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("chunks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_stages_of_a_program_that_is_no_scan_are_interleaved_as_asked(chunks: int) -> None:
     target = zoo.mlp(width=64, layers=8, batch=16)
     args, preset = (target.example_state, target.example_batch), f"megatron(pp=2, dp=2, chunks={chunks})"

@@ -139,9 +139,9 @@ def layers(batch: int, width: int, *, flat: bool = False) -> tuple[Any, Any]:
         (layers(8191, 512), {}, layers(8192, 512), "(8191) of args[1]['x'] is not split over 8 devices"),
         (layers(60002, 64), {}, layers(60008, 64), "(60002) of args[1]['x'] is split over 2 of 8 devices"),
         (layers(12004, 64, flat=True), {}, layers(12008, 64, flat=True), "(12004) of args[1]['x'] is split over 4 of"),
-        (
+        pytest.param(
             language_model(512, batch=30), {}, language_model(512, batch=32),
-            "(30) of args[1] is split over 2 of 8 devices",
+            "(30) of args[1] is split over 2 of 8 devices", marks=pytest.mark.slow,
         ),
         pytest.param(
             language_model(512, batch=120), {"microbatches": 4}, language_model(512, batch=128),
