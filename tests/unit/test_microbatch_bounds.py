@@ -14,7 +14,7 @@ from meshwright.search.inter.dynamic_program import solve_inter_op
 from meshwright.search.inter.problem import ORDERS, InterOpProblem, Option
 from meshwright.search.inter.submeshes import Submesh
 from meshwright.search.pipelines.microbatch_bounds import MicrobatchBounds
-from meshwright.search.stages.reserve import MemoryReserve, nothing_reserved
+from meshwright.search.stages.reserve import MemoryReserve
 
 STAGES = 8
 COUNTS = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -48,7 +48,8 @@ class Costs:
     """Of these numbers of microbatches, the fewest first."""
 
     def __init__(self, *made: Any) -> None:
-        self.counts, self.base, self.num_devices, self.reserve = COUNTS, made[0], STAGES, nothing_reserved
+        self.counts, self.base, self.num_devices = COUNTS, made[0], STAGES
+        self.reserved = dict.fromkeys(COUNTS, MemoryReserve())
         self._made = {one.program.microbatches: one for one in made}
         self.searched: set[int] = set()
 
@@ -181,7 +182,7 @@ def test_what_a_guess_rules_out_may_yet_be_as_fast() -> None:
 
 def test_bounds_are_of_the_memory_that_there_is_for_a_number() -> None:
     bounds, base = bounds_of(fills_ends=False)
-    bounds._costs.reserve = lambda count: MemoryReserve(plain=float(count))
+    bounds._costs.reserved = {count: MemoryReserve(plain=float(count)) for count in COUNTS}
     reserved: list[MemoryReserve] = []
     base.reserve = reserved.append
     bounds.of(4, 1.0)

@@ -18,7 +18,6 @@ from meshwright.search.inter.problem import InterOpProblem, Option
 from meshwright.search.inter.submeshes import Submesh
 from meshwright.search.pipelines import driver as pipeline
 from meshwright.search.pipelines.deadline import Deadline
-from meshwright.search.pipelines.driver import StageSearch
 from meshwright.search.pipelines.microbatch_costs import MicrobatchCosts
 from meshwright.search.result import Priced
 from meshwright.search.stages import part_rows
@@ -71,14 +70,14 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
         left[0] -= bool(found)
         return plain(*args)
 
-    keep = StageSearch._keep
+    keep = pipeline._Run._keep
 
-    def kept(self: StageSearch, *args: Any) -> None:
+    def kept(self: pipeline._Run, *args: Any) -> None:
         keep(self, *args)
         found.extend([1] * bool(self.finished.seconds))
 
     monkeypatch.setattr(Deadline, "over", property(over))
-    monkeypatch.setattr(StageSearch, "_keep", kept)
+    monkeypatch.setattr(pipeline._Run, "_keep", kept)
     monkeypatch.setattr(part_rows, "part_row", part_row)
     short = planned()
     assert best <= seconds(short.plan) * (1 + 1e-9)
@@ -91,10 +90,10 @@ def test_what_was_broken_off_is_found_out_later(monkeypatch: pytest.MonkeyPatch)
     """Nothing half done is kept: plans are the same whether a search was interrupted on the way or not."""
     calls = [0]
     before = at_leisure()
-    plain = pipeline.StageSearch._refine
+    plain = pipeline._Run._refine
 
-    def refine(self: StageSearch, *args: Any, **options: Any) -> bool:
-        costs: MicrobatchCosts = self.costs
+    def refine(self: pipeline._Run, *args: Any, **options: Any) -> bool:
+        costs: MicrobatchCosts = self._of.costs
         steps = [0]
 
         def late(self: Deadline) -> None:
@@ -112,7 +111,7 @@ def test_what_was_broken_off_is_found_out_later(monkeypatch: pytest.MonkeyPatch)
             one.forget_estimates()
         return plain(self, *args, **options)
 
-    monkeypatch.setattr(StageSearch, "_refine", refine)
+    monkeypatch.setattr(pipeline._Run, "_refine", refine)
     assert planned().plan == before
     assert calls[0] > 0
 

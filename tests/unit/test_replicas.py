@@ -266,13 +266,13 @@ def test_a_number_that_turns_out_too_large_is_in_the_gap(monkeypatch: pytest.Mon
     best, fits = plan_for(step, args, **options), refine.Refinement._fits
     assert best.plan.microbatches == 2
 
-    def fitting(self: refine.Refinement, plan: Plan, counted: Sequence[float]) -> bool:
-        assert fits(self, plan, counted)
+    def fitting(self: refine.Refinement, plan: Plan, counted: Sequence[float], part: str) -> bool:
+        assert fits(self, plan, counted, part)
         if plan.microbatches != 2:
             return True
-        self.leanest = refine._TooLarge(share=2.0, peak_bytes=2.0, usable_bytes=1.0, microbatches=plan.microbatches)
+        self._leanest = refine._TooLarge(share=2.0, peak_bytes=2.0, usable_bytes=1.0, microbatches=plan.microbatches)
         usable = refine.usable_bytes(plan)
-        self.missed.learn(2, counted, [2 * room for room in usable], usable, [True] * len(usable))
+        self.missed(part).learn(2, counted, [2 * room for room in usable], usable, [True] * len(usable))
         return False
 
     monkeypatch.setattr(refine.Refinement, "_fits", fitting)

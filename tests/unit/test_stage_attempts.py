@@ -26,13 +26,14 @@ def test_what_a_plan_misses_is_reserved_in_the_next_search(monkeypatch: pytest.M
         reserved.append(reserve(1).final)
         return run(self, reserve, **options)
 
-    def refusing(self: Any, plan: Any, counted: Any) -> bool:
+    def refusing(self: Any, plan: Any, counted: Any, part: str) -> bool:
         if not refused:
             peaks = held_bytes(plan)
             refused.append(max(peaks))
-            self.missed.learn(plan.microbatches, counted, peaks, [0.9 * one for one in peaks], [False] * len(peaks))
+            less, plain = [0.9 * one for one in peaks], [False] * len(peaks)
+            self.missed(part).learn(plan.microbatches, counted, peaks, less, plain)
             return False
-        return fits(self, plan, counted)
+        return fits(self, plan, counted, part)
 
     monkeypatch.setattr(stage_planning.StageSearch, "run", running)
     monkeypatch.setattr(Refinement, "_fits", refusing)

@@ -11,7 +11,8 @@ from math import prod
 from ..errors import MemoryExceeded
 from ..presets.leaner import leaner_words
 from ..search.driver import WORTH, Part, best_of_parts
-from ..search.result import SearchResult
+from ..search.result import NothingFaster, SearchResult
+from ..search.stages.reserve import MissedMemory
 from ..search.stages.solver import GAP
 from .one_stage import OneStage, fits_in_few
 from .refine import Missed, Refinement
@@ -62,6 +63,7 @@ class _Parts:
 
     def __init__(self, asked: PlanRequest) -> None:
         self._asked = asked
+        self._least_seconds = 0.0  # of all plans of one stage, as far as an earlier run has shown: in more memory
 
     def find(self, missed: Missed, seconds: float) -> SearchResult:
         """The best plan of all parts; arguments and errors as of `OneStage.find`, what is `missed` by part."""
@@ -83,11 +85,20 @@ class _Parts:
         late = late and len({host.device for host in asked.cluster.hosts}) == 1
         first = one and (not several or late or self._is_soon_planned)
         of_one = [
-            Part(words=OneStage.words, search=partial(self._one.find, missed(OneStage.words)), share=share)
+            Part(words=OneStage.words, search=partial(self._find_one, missed(OneStage.words)), share=share)
             for share in ([_ONE_STAGE_SHARE if first else 1.0] if one else [])
         ]
         of_several = [Part(words="several stages", search=partial(self._several.find, missed))] if several else []
         yield from [*of_one, *of_several] if first else [*of_several, *of_one]
+
+    def _find_one(self, missed: MissedMemory, faster_than_seconds: float, seconds: float) -> SearchResult:
+        if self._least_seconds >= faster_than_seconds:
+            raise NothingFaster(self._least_seconds, ())
+        try:
+            return self._one.find(missed, faster_than_seconds, seconds)
+        except NothingFaster as nothing:
+            self._least_seconds = max(nothing.least_seconds, self._least_seconds)
+            raise
 
     @cached_property
     def _wanted(self) -> tuple[bool, bool]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf, isfinite
+from math import isfinite
 from typing import NamedTuple
 
 from ..errors import MemoryExceeded, size_words, smaller_words
@@ -105,22 +105,26 @@ class Refinement:
           MemoryExceeded: if no plan fits.
           NothingFaster: if the search says so, or no time is left and the request is for what is faster than a plan.
         """
-        least_seconds = inf
+        # By the first run, which had all memory: what is reserved later may rule out plans that fit.
+        least_seconds: float | None = None
         exceeded = partial(self._exceeded, what, where, try_ or smaller_words(self._asked.remat))
         for _ in range(ATTEMPTS):
             try:
                 found = search(self.missed, max(_SEARCH_SHARE * self._spare_seconds, 0.0))
             except NothingFaster as nothing:
-                raise NothingFaster(min(least_seconds, nothing.least_seconds), nothing.considered) from None
-            except MemoryExceeded as error:
-                if self._leanest is None:
+                if least_seconds is None:
                     raise
-                raise exceeded(min(least_seconds, error.least_seconds)) from error
+                raise NothingFaster(least_seconds, nothing.considered) from None
+            except MemoryExceeded as error:
+                if least_seconds is None:
+                    raise
+                raise exceeded(least_seconds) from error
+            if least_seconds is None:
+                least_seconds = found.least_seconds
+            found = found.bounded(least_seconds)
             assert found.program is not None  # what is written out
-            # What is reserved may rule out plans that fit: bounds of earlier runs, in more memory, hold for these too.
-            least_seconds = min(least_seconds, found.least_seconds)
             if self._spare_seconds < 0:
-                return self._not_written_out(found.beside(least_seconds))
+                return self._not_written_out(found)
             self._asked.tell("predicting memory")
             begun = time.perf_counter()
             # Of a cluster of several kinds the slowest device: stages on others count as its compiler would have it.
@@ -128,7 +132,8 @@ class Refinement:
             plan = written_out(found.plan, found.program, platform, counted=self._counted)
             self._writing_seconds = time.perf_counter() - begun
             if self._fits(plan, held_bytes(found.plan), found.part):
-                return replace(found, plan=plan).beside(least_seconds)
+                return replace(found, plan=plan)
+        assert least_seconds is not None  # there was an attempt
         raise exceeded(least_seconds)
 
     def _not_written_out(self, found: SearchResult) -> SearchResult:
