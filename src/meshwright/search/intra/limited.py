@@ -309,7 +309,7 @@ class LimitedProblem(IntraOpProblem):
         for _ in range(_ROUNDS_OF_PRICES):
             at = [(price, in_flight) for price in prices.tolist()]
             found = ready.relaxed(at, gap=_CLOSE)
-            if few and any(one.choices is None or one.share < 1 - _CLOSE for one in found) and ready.is_exact:
+            if few and any(one.choices is None or one.share < 1 - gap for one in found) and ready.is_exact:
                 found = ready.best(at, gap=_CLOSE)
             for price, one in zip(prices.tolist(), found, strict=True):
                 bounds.append((price, one.bound))
