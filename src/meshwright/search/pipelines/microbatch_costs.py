@@ -84,7 +84,7 @@ class MicrobatchCosts:
             return no_layouts(request)
         if self.left_open:
             return unsolved(request)
-        left = max(self.reserved[count].limit(usable, last=True) for count in self.counts)
+        left = max(self.reserved[count].limit(usable, last=request.alone) for count in self.counts)
         if request.alone:
             least, costs = min(((one.least_bytes(self._places[0]), one) for one in self.all), key=lambda one: one[0])
             error = nothing_fits_alone(request, usable, left, least, costs.program)
