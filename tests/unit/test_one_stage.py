@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from meshwright import zoo
@@ -112,3 +114,41 @@ def test_layouts_that_were_not_solved_in_time_have_a_bound(monkeypatch: pytest.M
     with pytest.raises(MemoryExceeded, match="found none that fit in the time") as caught:
         planned(target, microbatches=1, stages=1, memory_per_device=0.95 * peak(best))
     assert 0 < caught.value.least_seconds <= best.step_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "stages"),
+    [(1, {}, 1), (4, {"mesh": (4,)}, 1), (4, {"mesh": (2,)}, 2)],
+)
+def test_inference_has_the_stages_that_devices_and_meshes_leave(
+    devices: int, options: dict[str, Any], stages: int
+) -> None:
+    cluster = replace(CLUSTER, hosts=(replace(CLUSTER.hosts[0], devices=devices),))
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+    def forward(w: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])
+
+    found = plan_for(forward, (weights, batch), cluster=cluster, schedule="inference", **options)
+    assert len(found.plan.stages) == stages
+
+
+def test_what_was_not_looked_at_in_time_is_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logical mesh for which the solver had no time may have the fastest plan."""
+    target = zoo.mlp(width=512, layers=4, batch=64)
+    fastest = planned(target, microbatches=1, stages=1)
+    memory = 0.98 * 1.04 * peak(fastest)
+    best = planned(target, microbatches=1, stages=1, memory_per_device=memory)
+    within, meshes = LimitedProblem.within, set[Any]()
+
+    def unsolved(self: Any, *args: Any, **options: Any) -> Any:
+        meshes.add(tuple(self.sizes.items()))
+        if tuple(self.sizes.items()) == best.plan.stages[0].mesh:
+            raise Unsolved("the time is over")
+        return within(self, *args, **options)
+
+    monkeypatch.setattr(LimitedProblem, "within", unsolved)
+    found = planned(target, microbatches=1, stages=1, memory_per_device=memory)
+    assert found.plan.stages[0].mesh != best.plan.stages[0].mesh
+    assert found.least_seconds <= best.step_seconds * (1 + 1e-9)

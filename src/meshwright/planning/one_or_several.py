@@ -63,11 +63,22 @@ class _Parts:
 
     def __init__(self, asked: PlanRequest) -> None:
         self._asked = asked
-        self._least_seconds = 0.0  # of all plans of one stage, as far as an earlier run has shown: in more memory
+        self._runs = 0
+        self._least_seconds = 0.0  # of all plans of one stage, by the first run, which has all memory
 
     def find(self, missed: Missed, seconds: float) -> SearchResult:
-        """The best plan of all parts; arguments and errors as of `OneStage.find`, what is `missed` by part."""
+        """The best plan of all parts.
+
+        Args:
+          missed: what may not be counted on a device, by part.
+          seconds: that the search may take.
+
+        Raises:
+          PlanError: if the request makes no sense, or nothing fits.
+          NothingFaster: if no plan is as fast as asked for.
+        """
         asked, until = self._asked, time.perf_counter() + seconds
+        self._runs += 1
         parts = list(self._parts(missed, late=seconds <= 0))
         if len(parts) == 1:
             return parts[0].search(asked.faster_than_seconds, seconds)
@@ -97,7 +108,8 @@ class _Parts:
         try:
             return self._one.find(missed, faster_than_seconds, seconds)
         except NothingFaster as nothing:
-            self._least_seconds = max(nothing.least_seconds, self._least_seconds)
+            if self._runs == 1:
+                self._least_seconds = nothing.least_seconds
             raise
 
     @cached_property
@@ -106,11 +118,11 @@ class _Parts:
         asked = self._asked
         if asked.stages is not None:
             return asked.stages == 1, asked.stages > 1
-        if asked.schedule == "inference":
-            return True, True
-        program = asked.program(asked.microbatches if asked.microbatches is not None else 1)
-        cannot = not program.marked or program.host_inputs or program.host_outputs
-        if cannot or asked.cluster.num_devices == 1 or (asked.mesh and len(self._of_all) == len(asked.mesh)):
+        cannot = asked.cluster.num_devices == 1 or (asked.mesh and len(self._of_all) == len(asked.mesh))
+        if asked.schedule != "inference" and not cannot:
+            program = asked.program(asked.microbatches if asked.microbatches is not None else 1)
+            cannot = not program.marked or program.host_inputs or program.host_outputs
+        if cannot:
             return True, False
         return not asked.mesh or bool(self._of_all), True
 
@@ -132,7 +144,7 @@ class _Parts:
         """The request as one stage has it."""
         asked = self._asked
         counts = None if asked.schedule == "inference" else asked.microbatches
-        return replace(asked, microbatches=counts, mesh=self._of_all or asked.mesh)
+        return replace(asked, microbatches=counts, mesh=self._of_all if self._wanted[1] else asked.mesh)
 
     @cached_property
     def _one(self) -> OneStage:

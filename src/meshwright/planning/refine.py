@@ -12,6 +12,7 @@ note says so. A plan that was counted to be too large is never returned.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from .request import PlanRequest
 # A plan has to fit with this much to spare: predicted peaks are off by a percent or two (`benchmarks/memory.py`).
 MARGIN = 1.04
 
-# How often a search is repeated in less memory; most of it is known by then. Chosen, not measured.
+# How many plans of a part of the space may turn out to be too large. Chosen, not measured.
 ATTEMPTS = 12
 
 # What a search may take of the time that writing its plan out leaves: the rest is for the next one, if that plan is too
@@ -108,7 +109,8 @@ class Refinement:
         # By the first run, which had all memory: what is reserved later may rule out plans that fit.
         least_seconds: float | None = None
         exceeded = partial(self._exceeded, what, where, try_ or smaller_words(self._asked.remat))
-        for _ in range(ATTEMPTS):
+        attempts = Counter[str]()
+        while max(attempts.values(), default=0) < ATTEMPTS:
             try:
                 found = search(self.missed, max(_SEARCH_SHARE * self._spare_seconds, 0.0))
             except NothingFaster as nothing:
@@ -131,6 +133,7 @@ class Refinement:
             platform = self._asked.cluster.device.compiler
             plan = written_out(found.plan, found.program, platform, counted=self._counted)
             self._writing_seconds = time.perf_counter() - begun
+            attempts[found.part] += 1
             if self._fits(plan, held_bytes(found.plan), found.part):
                 return replace(found, plan=plan)
         assert least_seconds is not None  # there was an attempt

@@ -105,7 +105,7 @@ class PlanRequest:
     @property
     def least_work_seconds(self) -> float:
         """What no plan takes less than."""
-        count = self.microbatches if self.microbatches is not None else 1
+        count = 1 if self.microbatches is None or self.schedule == "inference" else self.microbatches
         return least_work_seconds(self.program(count).graph, count, self.cluster)
 
     def best_of(self, parts: Iterable[Part], *, worth: float = WORTH) -> SearchResult:

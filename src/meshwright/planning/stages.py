@@ -52,7 +52,17 @@ class SeveralStages:
         self._searches: dict[tuple[int, ...], StageSearch] = {}
 
     def find(self, missed: Missed, faster_than_seconds: float, seconds: float) -> SearchResult:
-        """The fastest plan; arguments and errors as of `OneStage.find`, what is `missed` by order of the hosts."""
+        """The fastest plan.
+
+        Args:
+          missed: what may not be counted on a device, by order of the hosts.
+          faster_than_seconds: a plan whose step takes longer is not wanted.
+          seconds: that the search may take.
+
+        Raises:
+          PlanError: if the request makes no sense, or nothing fits.
+          NothingFaster: if no plan is that fast.
+        """
         until = time.perf_counter() + seconds
         parts = [
             Part(words=words, search=partial(self._in_order, order, words, missed(words)))

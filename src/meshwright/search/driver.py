@@ -67,18 +67,19 @@ def search_parts(
     for part in parts:
         most = faster_than_seconds if best is None else min(faster_than_seconds, (1 - worth) * best.counted_seconds)
         left, bound, mine = left_seconds(), inf, others.setdefault(part.words, [])
+        if left < 0 and part.least_seconds == 0 and isfinite(most):
+            bounds[part.words] = bound = floor()
+            mine.append(Considered(part.words, "out of time", searched=False, least_seconds=bound))
+            best = best.beside(bound) if best is not None else None
+            continue
         try:
-            if left < 0 and part.least_seconds == 0 and isfinite(most):
-                bound = floor()
-                mine.append(Considered(part.words, "out of time", searched=False, least_seconds=bound))
-            else:
-                found = part.search(most, max(part.share * left, part.least_seconds))
-                if best is not None:
-                    found = found.preferred_to(best).beside(best.least_seconds)
-                    others[known] += [one.within(known) for one in best.considered]
-                    others[known].append(Considered(known, seconds=best.step_seconds))
-                best, known = found.beside(min(bounds.values(), default=inf)), part.words
-                yield best.beside_candidates(chain(*others.values()))
+            found = part.search(most, max(part.share * left, part.least_seconds))
+            if best is not None:
+                found = found.preferred_to(best).beside(best.least_seconds)
+                others[known] += [one.within(known) for one in best.considered]
+                others[known].append(Considered(known, seconds=best.step_seconds))
+            best, known = found.beside(min(bounds.values(), default=inf)), part.words
+            yield best.beside_candidates(chain(*others.values()))
         except NothingFaster as nothing:
             slower, bound = True, nothing.least_seconds or floor()
             late = left_seconds() < 0 or any("out of time" in one.words for one in nothing.considered)

@@ -31,6 +31,11 @@ class Deadline:
         return (time.perf_counter() - self._start) / self._seconds if self._seconds > 0 else inf
 
     @property
+    def left_seconds(self) -> float:
+        """Of its time; negative once that is over."""
+        return self._seconds - (time.perf_counter() - self._start)
+
+    @property
     def late(self) -> bool:
         """Whether the time is over."""
         return self.share > 1

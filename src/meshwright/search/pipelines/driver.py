@@ -106,8 +106,11 @@ class StageSearch:
     def __init__(self, request: StageRequest) -> None:
         check_request(request)
         submeshes = Submeshes(request.cluster)
-        self.request, self.places, self.deadline = request, placements(request, submeshes), Deadline()
-        self.costs = costs = MicrobatchCosts(request, submeshes, self.places, self.deadline.check)
+        self.request, self.places = request, placements(request, submeshes)
+        self.deadline = deadline = Deadline()
+        self.costs = costs = MicrobatchCosts(
+            request, submeshes, self.places, self.deadline.check, lambda: deadline.left_seconds
+        )
         self.schedules = schedules_for(request, costs.base.program if costs.base is not None else None)
         self.scheduled = partial(scheduled, schedules=self.schedules)
         self.beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
@@ -146,7 +149,7 @@ class StageSearch:
         if self.costs.reserve({count: reserve(count) for count in self.costs.counts}):
             self.interleaving.forget()
         if self.costs.base is not None:
-            check_room(request, self.costs.base.solver.least_state_bytes)
+            check_room(request, self.costs.base.solver.least_state_bytes, self.costs.base.program)
         run = _Run(self, known)
         self._finished = run.finished
         found, self.taken = run.result(last)
@@ -174,7 +177,11 @@ class _Run:
         self._slack = _ESTIMATE_SLACK[0]
 
     def result(self, last: FinishedPlans | None) -> tuple[SearchResult, Candidate]:
-        """As of `StageSearch.run`, with the candidate that it is; `last`: the finished plans of the last run."""
+        """The fastest plan, and the candidate that it is; raises what `StageSearch.run` does.
+
+        Args:
+          last: the finished plans of the last run.
+        """
         known, best = self._known, self._again(last)
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
@@ -223,9 +230,7 @@ class _Run:
     def _nothing_fits(self) -> PlanError:
         """Why there is no plan; a refusal for memory has the bound of what was ruled out for the moment."""
         error = self._of.costs.nothing_fits()
-        if isinstance(error, MemoryExceeded) and self._of.costs.left_open:
-            error.least_seconds = self._of.bounds.floor
-        elif isinstance(error, MemoryExceeded) and self.finished.dropped:
+        if isinstance(error, MemoryExceeded) and (isfinite(self._of.costs.left_open) or self.finished.dropped):
             error.least_seconds = self._least_seconds
         return error
 
@@ -250,8 +255,8 @@ class _Run:
     @property
     def _least_seconds(self) -> float:
         """Lower bound of all plans. Interleavings are tried, not bounded."""
-        least = 0.0 if set(self._of.request.schedules) == {INTERLEAVED} else self._unsearched
-        return max(least, self._of.bounds.floor)
+        least = 0.0 if set(self._of.schedules) == {INTERLEAVED} else self._unsearched
+        return max(min(least, self._of.costs.left_open), self._of.bounds.floor)
 
     def _nothing_faster(self) -> NothingFaster:
         return NothingFaster(self._least_seconds, tuple(dict.fromkeys(self._considered)))
@@ -404,7 +409,8 @@ class _Run:
                     self._considered.append(considered(f"with layers x devices {sizes}", seconds=found.seconds))
                 break
             if self._of.deadline.over:
-                self._considered.append(considered(f"{found.seconds:.6g} s by estimates, out of time"))
+                if len(found.stages) > 1:
+                    self._considered.append(considered(f"{found.seconds:.6g} s by estimates, out of time"))
                 break
         if bounds(problem.order):
             self._unsearched = min(self._unsearched, least * handicap(problem.order))

@@ -36,9 +36,9 @@ _ABOUT_EVEN = 1.05
 
 # Candidates that are solved in a run. With 8 a step of gpt3-175b on 128 A100 takes 1 % more and its planning 0.6 of the
 # CPU seconds; with 50, and each number of ranks tried in all its numbers of stages, 1 % less and twice the CPU seconds.
-# (Measured when those that do not fit counted too.) In a number of microbatches that is searched there are two: its
-# incumbent may be far from the best still, and the rest are for the most promising of all. (llama3-70b on 16 DGX
-# H100: 158.5 s a step in 21 s of searching, where 12 tries in 32 and 64 microbatches found 159.3 in 34.)
+# (Measured when those that do not fit counted too.) In a number of microbatches that is searched there are two, and half
+# of all at most: its incumbent may be far from the best still, and the rest are for the most promising of all.
+# (llama3-70b on 16 DGX H100: 158.5 s a step in 30 s, where 12 tries in 32 and 64 microbatches found 159.3 in 34.)
 _MOST_SOLVED, _FIRST_SOLVED = 12, 2
 
 # More microbatches than so many times those that are known are estimated by themselves.
@@ -103,7 +103,8 @@ class Interleaving:
         """The combinations of microbatches and ranks, the most promising first; each with its numbers of stages a rank,
         ascending, and the estimated seconds of a step. What takes longer than `below_seconds` is left out."""
         request, devices = self._request, self._request.cluster.num_devices
-        if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
+        given = request.alone or request.submeshes is not None or request.layers is not None
+        if given or INTERLEAVED not in request.schedules:
             return []
         found = []
         for count in counts:
@@ -175,7 +176,7 @@ class Interleaving:
         if counts is None:
             counts = looked_at if self._asked else list(self._request.by_microbatches)
         tries = self._tries(counts, looked_at, below_seconds) if not late() else []
-        most = _MOST_SOLVED if every else min(self._solved + _FIRST_SOLVED, _MOST_SOLVED)
+        most = _MOST_SOLVED if every else min(self._solved + _FIRST_SOLVED, _MOST_SOLVED // 2)
         for count, ranks, ways in tries:
             # Far fewer microbatches say too little of what runs in each, like gathers of parameters: of 12 ones of
             # gpt3-1t on 384 A100 a single one says 94 s, they themselves that nothing fits, and stages take 487.

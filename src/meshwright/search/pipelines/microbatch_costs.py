@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf, isfinite
 
 from ...errors import PlanError
 from ...program.staged import StagedProgram
@@ -22,6 +23,7 @@ class MicrobatchCosts:
       submeshes: of its cluster.
       places: those that stages can have.
       check: called before what can take long; raises `OutOfTime` where there is no time for it.
+      left_seconds: of the time limit.
 
     Attributes:
       counts: numbers of microbatches, the fewest first.
@@ -36,12 +38,14 @@ class MicrobatchCosts:
         submeshes: Submeshes,
         places: Sequence[Submesh],
         check: Callable[[], None] = lambda: None,
+        left_seconds: Callable[[], float] = lambda: inf,
     ) -> None:
         self.counts = sorted(request.by_microbatches)
         self.num_devices = request.cluster.num_devices
         self.searched: set[int] = set()
         self.reserved: Mapping[int, MemoryReserve] = dict.fromkeys(self.counts, MemoryReserve())
-        self._request, self._submeshes, self._places, self._check = request, submeshes, places, check
+        self._request, self._submeshes, self._places = request, submeshes, places
+        self._check, self._left_seconds = check, left_seconds
         self._made: dict[int, StageCosts | PlanError] = {}
 
     def __call__(self, count: int) -> StageCosts:
@@ -65,7 +69,8 @@ class MicrobatchCosts:
         return made
 
     def reserve(self, reserved: Mapping[int, MemoryReserve]) -> bool:
-        """From now on so much may not be counted; whether that is less than before anywhere."""
+        """From now on so much may not be counted. Returns whether that is less than before in some number of
+        microbatches."""
         before, self.reserved = self.reserved, reserved
         return any(reserved[count].is_less_than(before[count]) for count in self.counts)
 
@@ -82,7 +87,7 @@ class MicrobatchCosts:
         request, usable = self._request, self._request.cluster.device.usable_memory_bytes
         if not any(costs.has_layouts(place) for costs in self.all for place in self._places):
             return no_layouts(request)
-        if self.left_open:
+        if isfinite(self.left_open):
             return unsolved(request)
         left = max(self.reserved[count].limit(usable, last=request.alone) for count in self.counts)
         if request.alone:
@@ -99,9 +104,9 @@ class MicrobatchCosts:
         return [made for _, made in sorted(self._made.items()) if isinstance(made, StageCosts)]
 
     @property
-    def left_open(self) -> bool:
-        """Whether of some stage the solver found nothing in the time that it had."""
-        return any(costs.solver.left_open for costs in self.all)
+    def left_open(self) -> float:
+        """Seconds of a step that plans take at least with stages for which there was no time; infinite for none."""
+        return min((costs.left_open for costs in self.all), default=inf)
 
     def forget_estimates(self) -> None:
         """Drop all estimates, and with them the limits on which ranges are estimated."""
@@ -120,6 +125,7 @@ class MicrobatchCosts:
             program, parameters=request.parameters, submeshes=self._submeshes, constraints=request.constraints,
             remat=request.remat, meshes=mesh, own_meshes=own, coarser=coarser, check=self._check, alone=alone,
             most_layers=len(program.layers) + 1 - (request.stage_count or 1), gap=self._gap,
+            left_seconds=self._left_seconds,
         )  # fmt: skip
         if alone and request.remat == "layer" and not made.solver.segments(0, 1):
             raise PlanError(

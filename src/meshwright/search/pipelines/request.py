@@ -212,7 +212,7 @@ def placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, ..
     return found
 
 
-def check_room(request: StageRequest, least_bytes: float) -> None:
+def check_room(request: StageRequest, least_bytes: float, program: StagedProgram) -> None:
     """Refuse at once what cannot fit however it is cut: of which all devices together do not hold parameters, gradients
     and optimizer state, `least_bytes` on each.
 
@@ -221,6 +221,8 @@ def check_room(request: StageRequest, least_bytes: float) -> None:
     """
     cluster = request.cluster
     room = sum(host.devices * host.device.usable_memory_bytes for host in cluster.hosts) / cluster.num_devices
+    if least_bytes > room and request.alone:
+        raise nothing_fits_alone(request, room, room, least_bytes, program)
     if least_bytes > room:
         raise nothing_fits(request, room, room, least_bytes)
 

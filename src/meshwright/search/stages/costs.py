@@ -46,6 +46,10 @@ class StageCosts:
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
       most_layers: of a stage: how many a given number of stages leaves for one; None for all.
       gap: relative, to which ranges are solved.
+      left_seconds: of the time limit.
+
+    Attributes:
+      left_open: seconds of a step that those ways to run ranges take at least for which there was no time.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class StageCosts:
         alone: bool = False,
         most_layers: int | None = None,
         gap: float = RANGE_GAP,
+        left_seconds: Callable[[], float] = lambda: inf,
     ) -> None:
         self.program = program
         self.submeshes = submeshes
@@ -72,7 +77,7 @@ class StageCosts:
         def solver(of: StagedProgram) -> StageSolver:
             return StageSolver(
                 of, parameters=parameters, submeshes=submeshes, constraints=constraints, kinds=kinds,
-                alone=alone, gap=gap,
+                alone=alone, gap=gap, left_seconds=left_seconds,
             )  # fmt: skip
 
         parts = in_parts(program)
@@ -80,7 +85,7 @@ class StageCosts:
         of_parts = self.solver if parts is program else solver(parts)
         bounds = coarser.estimates if coarser is not None else None
         self.estimates = StageEstimates(program, of_parts, remat, bounds, check, most_layers)
-        self.check = check
+        self.check, self._left_seconds, self.left_open = check, left_seconds, inf
         self._reserve = MemoryReserve()
         self._limits: dict[tuple[int, bool, str], float] = {}
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -119,7 +124,8 @@ class StageCosts:
         return self._estimated[key]
 
     def easy(self) -> StageCosts:
-        """The same without estimates of ranges whose fastest layouts do not fit."""
+        """A view without estimates of ranges whose fastest layouts do not fit: it shares solutions and what is known of
+        parts, and has tables of estimates of its own."""
         view = copy(self)
         view.estimates, view._estimated = self.estimates.easy(), {}
         return view
@@ -168,7 +174,7 @@ class StageCosts:
     def reserve(self, reserve: MemoryReserve) -> None:
         """From now on so many bytes of a device may not be counted."""
         if self._reserve != reserve:
-            self._reserve = reserve
+            self._reserve, self.left_open = reserve, inf
             self.estimates.reserve(reserve)
             self._solved.clear()
             self._limits.clear()
@@ -285,8 +291,13 @@ class StageCosts:
         tried: list[tuple[float, Place, str]] = []
         found: list[Option] = []
         best = inf
+        # Whatever memory there is: estimates of what fits bound nothing for certain.
+        least_seconds = self.program.microbatches * float(self.estimates.least(kind)[0][first, last])
         for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight, all_ways=shared):
             if weight >= best:
+                break
+            if found and self._left_seconds() < 0:
+                self.left_open = min(self.left_open, least_seconds)
                 break
             place = Place(first, last, kind, number)
             if (stage := self.solver.within(place, remat, in_flight, limit(remat), loosely=True)) is not None:
@@ -294,10 +305,13 @@ class StageCosts:
                 seconds = self.estimates.step_seconds(found[-1])
                 tried.append((stage.certain_share * seconds, place, remat))
                 best = min(best, seconds)
+            elif self.solver.left_open:
+                self.left_open = min(self.left_open, least_seconds)
         solved: list[Option] = []
         for number, (least, place, remat) in sorted(enumerate(tried), key=lambda one: one[1][0]):
             option, enough = found[number], (1 - self.solver.gap) * best
-            if option.tag.certain_share < 1 - self.solver.gap and least < enough:
+            late = self._left_seconds() < 0
+            if option.tag.certain_share < 1 - self.solver.gap and least < enough and not late:
                 # A way that is bound to be slower than another one need be bounded no closer.
                 stage = self.solver.within(place, remat, in_flight, limit(remat), enough_seconds=enough)
                 if stage is not None:

@@ -111,7 +111,7 @@ class StageEstimates:
         self._clear()
 
     def easy(self) -> StageEstimates:
-        """The same without ranges whose fastest layouts do not fit."""
+        """A view without ranges whose fastest layouts do not fit, with tables of its own."""
         view = copy(self)
         view._prices, view._tables, view._places = (), {}, {}
         return view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -29,7 +29,9 @@ from .solved import SolvedStage
 # there is but one range.
 RANGE_GAP, GAP = 1e-2, 2e-3
 
-_SECONDS_PER_SOLVE = 20.0
+# What one problem may take, and what it gets at least where the time is over, so that there is a plan at all. Chosen,
+# not measured.
+_SECONDS_PER_SOLVE, _LEAST_SECONDS = 20.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,12 @@ class StageSolver:
       kinds: of submeshes; who shares them can share numbers.
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
       gap: relative, to which ranges are solved.
+      left_seconds: of the time limit.
 
     Attributes:
       alone: the same.
       gap: the same.
-      left_open: whether of some range the solver found nothing in the time that it had.
+      left_open: whether the solver found nothing for the last range in the time that it had.
       platform: of the devices, as `Device.compiler`.
       adopted: of solutions of another program what they are here.
     """
@@ -72,13 +75,14 @@ class StageSolver:
         kinds: Kinds,
         alone: bool = False,
         gap: float = RANGE_GAP,
+        left_seconds: Callable[[], float] = lambda: inf,
     ) -> None:
         self.program, self.alone, self.gap = program, alone, gap
         self.platform = submeshes.cluster.device.compiler
         self._ranges = Ranges(program, alone=alone, platform=self.platform)
         self.submeshes = submeshes
         self.parameters = parameters
-        self.solves, self.left_open = 0, False
+        self.solves, self.left_open, self._left_seconds = 0, False, left_seconds
         self.kind_of, self.meshes = kinds, kinds.meshes
         self._constraints = constraints
         self._numbers: dict[Any, int] = {}
@@ -301,10 +305,6 @@ class StageSolver:
             return None
         return self._solved(place, built, chosen)
 
-    def solved(self, place: Place, remat: str, chosen: IntraOpSolution) -> SolvedStage:
-        """A solution of the problem of a range."""
-        return self._solved(place, self.problem(place, remat), chosen)
-
     def laid_out(self, place: Place, remat: str, layouts: tuple[int, ...]) -> SolvedStage:
         """A range in given layouts, whatever they take and hold.
 
@@ -330,6 +330,7 @@ class StageSolver:
           loosely: whether what forests find will do, wherever they find anything; the bound is then as far as it is.
           enough_seconds: of a step, a lower bound with which to stop.
         """
+        self.left_open = False
         if not self._exceeds(place, remat, in_flight, limit):
             free = self.free(place, remat, loosely=loosely)
             if free is None or free.held_bytes(in_flight) <= limit:
@@ -376,12 +377,13 @@ class StageSolver:
         if problem.least_bytes.held(in_flight) > limit:
             return None
         self.solves += 1
+        seconds = min(max(self._left_seconds(), _LEAST_SECONDS), _SECONDS_PER_SOLVE)
         try:
             with problem.keeping(in_flight):
                 chosen = problem.within(limit, gap=self.gap) if loosely else None
                 if chosen is None:
                     chosen = problem.proven(
-                        limit, gap=self.gap, time_limit_seconds=_SECONDS_PER_SOLVE, enough_seconds=enough_seconds
+                        limit, gap=self.gap, time_limit_seconds=seconds, enough_seconds=enough_seconds
                     )
         except Infeasible:
             return None
