@@ -157,8 +157,8 @@ def nothing(cut: Any, stages: Any, chunks: int) -> None:
 def over(whole: StageCosts, *counts: int) -> Interleaving:
     """The search over these numbers of microbatches, of which all have the same costs."""
     request: Any = SimpleNamespace(
-        cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None, alone=False,
-        stages=None, mesh=(), by_microbatches=dict.fromkeys(counts),
+        cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
+        alone=False, stages=None, mesh=(), by_microbatches=dict.fromkeys(counts),
     )  # fmt: skip
     return Interleaving(request, cast(Any, lambda count: whole), nothing)
 

@@ -36,8 +36,8 @@ _ABOUT_EVEN = 1.05
 
 # Candidates that are solved in a run. With 8 a step of gpt3-175b on 128 A100 takes 1 % more and its planning 0.6 of the
 # CPU seconds; with 50, and each number of ranks tried in all its numbers of stages, 1 % less and twice the CPU seconds.
-# (Measured when those that do not fit counted too.) In a number of microbatches that is searched there are two, and half
-# of all at most: its incumbent may be far from the best still, and the rest are for the most promising of all.
+# (Measured when those that do not fit counted too.) In a number of microbatches that is searched there are two, and
+# half of all at most: its incumbent may be far from the best still, and the rest are for the most promising of all.
 # (llama3-70b on 16 DGX H100: 158.5 s a step in 30 s, where 12 tries in 32 and 64 microbatches found 159.3 in 34.)
 _MOST_SOLVED, _FIRST_SOLVED = 12, 2
 
