@@ -37,6 +37,15 @@ def mesh_words(mesh: Iterable[tuple[str, int]]) -> str:
     return " ".join(f"{name}={size}" for name, size in mesh) or "one device"
 
 
+def microbatches_words(count: int) -> str:
+    """A number of microbatches.
+
+    >>> microbatches_words(1), microbatches_words(8)
+    ('1 microbatch', '8 microbatches')
+    """
+    return "1 microbatch" if count == 1 else f"{count} microbatches"
+
+
 def number_words(numbers: Iterable[int]) -> str:
     """Stages, counted from 0, as a reader counts them: from 1, neighbours together.
 

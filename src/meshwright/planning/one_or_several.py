@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
@@ -79,7 +78,7 @@ class _Parts:
         """
         asked, until = self._asked, time.perf_counter() + seconds
         self._runs += 1
-        parts = list(self._parts(missed, late=seconds <= 0))
+        parts = self._parts(missed, late=seconds <= 0)
         if len(parts) == 1:
             return parts[0].search(asked.faster_than_seconds, seconds)
         return best_of_parts(
@@ -87,7 +86,7 @@ class _Parts:
             faster_than_seconds=asked.faster_than_seconds,
         )  # fmt: skip
 
-    def _parts(self, missed: Missed, *, late: bool) -> Iterator[Part]:
+    def _parts(self, missed: Missed, *, late: bool) -> list[Part]:
         """In the order in which they are searched."""
         asked = self._asked
         one, several = self._wanted
@@ -95,12 +94,15 @@ class _Parts:
         # devices, where several stages are most of what there is to gain.
         late = late and len({host.device for host in asked.cluster.hosts}) == 1
         first = one and (not several or late or self._is_soon_planned)
-        of_one = [
-            Part(words=OneStage.words, search=partial(self._find_one, missed(OneStage.words)), share=share)
-            for share in ([_ONE_STAGE_SHARE if first else 1.0] if one else [])
-        ]
-        of_several = [Part(words="several stages", search=partial(self._several.find, missed))] if several else []
-        yield from [*of_one, *of_several] if first else [*of_several, *of_one]
+        found = []
+        if one:
+            share = _ONE_STAGE_SHARE if first else 1.0
+            found.append(
+                Part(words=OneStage.words, search=partial(self._find_one, missed(OneStage.words)), share=share)
+            )  # fmt: skip
+        if several:
+            found.append(Part(words="several stages", search=partial(self._several.find, missed)))
+        return found if first else found[::-1]
 
     def _find_one(self, missed: MissedMemory, faster_than_seconds: float, seconds: float) -> SearchResult:
         if self._least_seconds >= faster_than_seconds:

@@ -23,6 +23,7 @@ from ..errors import MemoryExceeded, size_words, smaller_words
 from ..lowering.pipeline.stage_memory import StageMemory
 from ..lowering.written_out import written_out
 from ..plan import Plan, Stage
+from ..plan.words import microbatches_words
 from ..search.considered import Considered
 from ..search.result import NothingFaster, SearchResult, plan_words
 from ..search.stages.reserve import MissedMemory
@@ -170,8 +171,8 @@ class Refinement:
         error = MemoryExceeded(
             refused=what, got=f"{size_words(lean.usable_bytes)} usable on a device",
             needed=f"about {size_words(MARGIN * lean.peak_bytes)} on a device: {size_words(lean.peak_bytes)}, the "
-            f"predicted peak of the leanest plan found, with {lean.microbatches} microbatches, and {MARGIN - 1:.0%} to "
-            "spare",
+            f"predicted peak of the leanest plan found, with {microbatches_words(lean.microbatches)}, and "
+            f"{MARGIN - 1:.0%} to spare",
             where=where, try_=try_,
         )  # fmt: skip
         error.least_seconds = least_seconds

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
+from ..plan.words import microbatches_words
 from ..search.considered import Considered
 from .table import format_seconds
 
@@ -62,14 +63,19 @@ def _lines(considered: Iterable[Considered]) -> Iterator[str]:
     for count in dict.fromkeys((*priced, *failed)):
         schedules.setdefault(_schedules(priced.get(count, {}), failed.get(count, {})), []).append(count)
     for words, counts in (*schedules.items(), *said.items()):
-        yield f"{', '.join(map(str, counts))} microbatches: {words}"
+        yield f"{_microbatches(counts)}: {words}"
     for how, least in ruled_out.items():
-        counts = ", ".join(str(what) for what in least if isinstance(what, int))
+        counts = [what for what in least if isinstance(what, int)]
         ways = sorted((what for what in least if isinstance(what, str)), key=least.__getitem__)
         more = [f"{len(ways) - _MOST_TOLD} more"] * (len(ways) > _MOST_TOLD)
-        names = [f"{counts} microbatches"] * bool(counts) + ways[:_MOST_TOLD] + more
+        names = [_microbatches(counts)] * bool(counts) + ways[:_MOST_TOLD] + more
         yield f"{how}, at least {format_seconds(min(least.values()))}: {'; '.join(names)}"
     yield from others
+
+
+def _microbatches(counts: Sequence[int]) -> str:
+    """Several numbers of microbatches."""
+    return microbatches_words(counts[0]) if len(counts) == 1 else f"{', '.join(map(str, counts))} microbatches"
 
 
 def _schedules(priced: dict[str, float], failed: dict[str, list[str]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 
-from ..plan.words import mesh_words
+from ..plan.words import mesh_words, microbatches_words
 
 # What is faster by less than this share may have been passed over for what is simpler.
 TOO_LITTLE = 0.05
@@ -54,7 +54,7 @@ def one_stage_words(microbatches: int, mesh: Sequence[tuple[str, int]], *, remat
     '4 microbatches, one stage of mesh x=8, rematerialised'
     """
     again = ", rematerialised" if rematerialised else ""
-    return f"{_microbatches(microbatches)}, one stage of mesh {mesh_words(mesh)}{again}"
+    return f"{microbatches_words(microbatches)}, one stage of mesh {mesh_words(mesh)}{again}"
 
 
 def stages_words(microbatches: int, schedule: str, sizes: Sequence[tuple[int, int]]) -> str:
@@ -67,8 +67,4 @@ def stages_words(microbatches: int, schedule: str, sizes: Sequence[tuple[int, in
     stages = ", ".join(
         f"{count} of {layers}x{devices}" if count > 1 else f"{layers}x{devices}" for (layers, devices), count in runs
     )
-    return f"{_microbatches(microbatches)}, {schedule}, layers x devices {stages}"
-
-
-def _microbatches(count: int) -> str:
-    return "1 microbatch" if count == 1 else f"{count} microbatches"
+    return f"{microbatches_words(microbatches)}, {schedule}, layers x devices {stages}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 
+from ..plan.words import microbatches_words
+
 
 @dataclass(frozen=True, slots=True)
 class Considered:
@@ -42,7 +44,7 @@ class Considered:
         return f"{seconds} {self.outcome}".strip() if self.searched else f"not searched, {self.outcome}".rstrip(", ")
 
     def __str__(self) -> str:
-        name = f"{self.what} microbatches" if isinstance(self.what, int) else self.what
+        name = microbatches_words(self.what) if isinstance(self.what, int) else self.what
         name = ", ".join(filter(None, [self.part, name, self.schedule]))
         least = f", {self.least_seconds:.6g} s at the very least" if self.least_seconds else ""
         return f"{name}: {self.words}{least}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...cluster import Cluster
 from ...errors import MemoryExceeded, PlanError, room_words, size_words, smaller_words
+from ...plan.words import microbatches_words
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import WantedMesh
 from ..inter.submeshes import Submesh, Submeshes
@@ -266,7 +267,7 @@ def nothing_fits_alone(
     what = f", largest parameter {largest.name} {largest.shape} of {size_words(largest.bytes)}" if largest else ""
     return MemoryExceeded(
         refused=_plan_words(request), got=room_words(usable_bytes, counted_bytes),
-        needed=f"at least {size_words(least_bytes)} on a device, with {program.microbatches} microbatches{what}",
+        needed=f"at least {size_words(least_bytes)} on a device, with {microbatches_words(program.microbatches)}{what}",
         where="stage 1 of 1", try_=smaller_words(request.remat),
     )  # fmt: skip
 
