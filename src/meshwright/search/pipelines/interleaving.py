@@ -143,7 +143,7 @@ class Interleaving:
 
     def _expected(self, known: int, count: int, ranks: int, chunks: int, below_seconds: float) -> float:
         """A lower bound, as far as estimates are, on the step of an even cut. Left out are transfers between stages,
-        what runs once a step, and what microbatches lose that are smaller than those of a number that is known.
+        and what microbatches lose that are smaller than those of a number that is known.
 
         Args:
           known: microbatches of which more than bounds is known.
@@ -230,7 +230,7 @@ class Interleaving:
         if (ranges := balanced(cut, places[0], own, ranks)) is None:
             return inf
         cuts = np.array([0, *(last for _, last in ranges)])
-        return cut.program.microbatches * float(cut.shared(cuts, own, ranks, places[0], 1.0).max())
+        return _step_seconds(cut.shared(cuts, own, ranks, places[0], 1.0), cut.program.microbatches, chunks)
 
     def _in_stages(self, costs: StageCosts, ranks: int, chunks: int) -> StageCosts:
         """The costs of the program cut into so many equal stages, if it is one scan over its layers; these may differ

@@ -187,8 +187,8 @@ class StageEstimates:
         self, cuts: np.ndarray, in_flight: np.ndarray, ranks: int, kind: int, share: float, most_seconds: float = inf
     ) -> np.ndarray:
         """Lower bounds, as far as estimates are, on the seconds of a microbatch of this share on each rank of equal
-        submeshes, where stages are dealt to ranks in turn and share their memory: `[rank]`; infinite for all ranks if
-        nothing fits one or it takes longer than `most_seconds`.
+        submeshes, with its part of what runs once a step, where stages are dealt to ranks in turn and share their
+        memory: `[rank]`; infinite for all ranks if nothing fits one or it takes longer than `most_seconds`.
 
         Args:
           cuts: bounds of the stages, in layers and fractions of them.
@@ -208,8 +208,8 @@ class StageEstimates:
             return np.bincount(np.arange(stages) % ranks, each, ranks)
 
         of = self._coarser or self
-        scale = share * of.program.microbatches / steps
-        alone = {number: scale * between(one[0, 0, 1:], cuts) for _, number, one in of._freely(kind)}
+        each = share / steps * np.array([[of.program.microbatches], [1.0]])  # of seconds a microbatch, and once a step
+        alone = {number: (each * between(one[::2, 0, 1:], cuts)).sum(axis=0) for _, number, one in of._freely(kind)}
         fastest = np.min([np.full(stages, inf), *alone.values()], axis=0)
         free = of_ranks(fastest)
         if not np.isfinite(free).all() or free.max() > most_seconds:
@@ -230,8 +230,8 @@ class StageEstimates:
                 if key not in self._layer_sums:
                     self._layer_sums[key] = self._sum(*key, ranges, (about,))
                 sums = self._layer_sums[key]
-                forward, backward, _, _, constant, kept = between(sums[:WORKSPACE, :layers], cuts)
-                seconds.append(steps * (forward + backward))
+                forward, backward, _, once, constant, kept = between(sums[:WORKSPACE, :layers], cuts)
+                seconds.append(steps * (forward + backward) + once)
                 held.append(constant + share * in_flight * kept)
                 largest = np.where(within, share * sums[WORKSPACE, layers:], 0.0).max(axis=1)
                 np.minimum(workspace, largest, out=workspace)
