@@ -12,6 +12,7 @@ from ..cluster import Cluster
 from ..errors import MemoryExceeded
 from ..plan import Plan
 from ..presets import Preset
+from ..presets.of_program import roles_in
 from ..program.batch import batch_inputs
 from ..program.expected import Expectations, Unexpected
 from ..program.staged import StagedProgram
@@ -149,7 +150,7 @@ class PlanRequest:
         constraints, preset = self.constraints, self.preset
         if preset is not None:
             batch = batch_inputs(program, self.traces, self.args, batch_axis=self.batch_axis)
-            roles = preset.roles_in(program, batch, where=self.traces.name)
+            roles = roles_in(preset, program, batch, where=self.traces.name)
             constraints = replace(constraints, roles=roles, gradient_exchange=preset.gradient_exchange)
         constraints.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
         return constraints

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ..errors import PlanError
-from ..program.graph import Value
-from ..program.trace import Program
-from ..search.restrictions.roles import Role, Roles
-from . import other_sizes
+from ..search.restrictions.roles import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,80 +135,14 @@ class Preset:
             sizes = [f"{self.stages_argument}={self.stages}"] if self.stages > 1 else []
             sizes += [f"{axis.argument}={axis.size}" for axis in self.axes if axis.size is not None]
             needed = f"{product} devices, for {' '.join(sizes)}" if sizes else f"{product} devices"
-            raise self.refusal(f"{devices} devices", needed, other_sizes.for_devices(self, devices))
+            raise self.refusal(f"{devices} devices", needed, _other_sizes(self, devices))
         if self.stages_follow:
             return replace(self, stages=devices // known, stages_follow=False).on(devices)
         return self.sized({axis.name: devices // known for axis in missing})
 
-    def roles_in(self, program: Program, batch: frozenset[tuple[str, int]], *, where: str) -> Roles:
-        """What its axes may split in a program, whose inputs of the batch are those of `batch_inputs`.
-
-        Raises:
-          PlanError: if the program has nothing that an axis could split.
-        """
-        if not program.marked:
-            raise self.refusal(
-                program.marks.got, "a step whose loss function is marked, so that its parameters are known",
-                f"{program.marks.advice}; or, for a step without gradients, mesh= or pins= in place of preset=", where,
-            )  # fmt: skip
-        roles = Roles(axes=self.roles, batch=batch, sequence_parallel=self.sequence_parallel, gathered=self.zero == 3)
-        for axis in self.axes:
-            size = axis.size or 1
-            # A data axis of one device splits nothing: a batch may be of one example.
-            if size > 1 and not roles.can_split(program.graph, axis.role, size):
-                raise self.refusal(
-                    f"a program without {_SPLIT[axis.role]} that {size} divides", "one, for its axis to split",
-                    other_sizes.for_batch(program, batch, size) if axis.role == "batch"
-                    else other_sizes.for_program(self, program, roles, axis), where,
-                )  # fmt: skip
-        tensor = self.size("tensor")
-        if self.sequence_parallel and tensor > 1 and not roles.can_split_sequence(program.graph, tensor):
-            raise self.refusal(
-                f"a program without a sequence that {tensor} divides",
-                "one beside a residual stream, for sequence_parallel=True to split",
-                f"leaving out sequence_parallel=, or a sequence that is padded to a multiple of {tensor}", where,
-            )  # fmt: skip
-        check_storage(self, [program.graph.values[program.graph.inputs[p]] for p in program.graph.parameters])
-        return roles
-
-
-# What an axis of each role splits.
-_SPLIT: Mapping[Role, str] = {
-    "batch": "a batch",
-    "tensor": "an inner width of products (heads, feed-forward)",
-    "expert": "a stack of experts",
-}
 
 # The order of arguments in a preset's name.
 _ORDER = ("stage", "stages", "tp", "pp", "ep", "dp", "zero", "chunks", "sequence_parallel")
-
-
-def check_storage(preset: Preset, parameters: Sequence[Value]) -> None:
-    """Refuse a ZeRO stage that would split nothing.
-
-    Raises:
-      PlanError: if its axes divide no dim of any parameter.
-    """
-    sizes = [axis.size for axis in preset.axes if axis.role != "tensor" and axis.size is not None and axis.size > 1]
-    if not preset.zero or not sizes or not parameters:
-        return
-    extents = {extent for value in parameters for extent in value.shape}
-    if any(extent % size == 0 for extent in extents for size in sizes):
-        return
-    largest = max(parameters, key=lambda value: value.bytes)
-    size = max(sizes)
-    parts = [n for n in range(2, size) if size % n == 0 and any(extent % n == 0 for extent in extents)]
-    tries = []
-    if parts and size == prod(axis.size or 1 for axis in preset.axes) and preset.stages == 1:
-        mesh = {"x": max(parts), "y": size // max(parts)}
-        tries = [
-            f"zero={preset.zero}, mesh={mesh} in place of preset=, which splits over {max(parts)} of {size} devices"
-        ]
-    raise preset.refusal(
-        f"parameters without a dim that {size} divides (the largest: {largest.name} of shape {largest.shape})",
-        f"one, for ZeRO stage {preset.zero} to split",
-        ", or ".join([*tries, f"{other_sizes.without_zero(preset)}, the same without ZeRO"]),
-    )
 
 
 def check_free(preset: Preset, **options: Any) -> None:
@@ -227,3 +158,48 @@ def check_free(preset: Preset, **options: Any) -> None:
                 refused=f"the option {name}={value!r}", got=f"the preset {preset} as well, which decides it",
                 needed="one or the other", where="preset=", try_=f"leaving out {name}= or preset=",
             )  # fmt: skip
+
+
+def _other_sizes(preset: Preset, devices: int) -> str:
+    """Presets of the family for so many devices: with one size as the others leave it, or else with the nearest sizes.
+
+    >>> from meshwright.presets import gpipe, megatron
+    >>> _other_sizes(megatron(tp=2, pp=2, dp=4), 8), _other_sizes(gpipe(3), 8)
+    ('megatron(tp=1, pp=2, dp=4) or megatron(tp=2, pp=2, dp=2)', 'gpipe(stages=2, dp=4)')
+
+    Args:
+      preset: whose sizes do not multiply to the devices, nor leave a size that does.
+      devices: how many there are.
+    """
+    given = [axis for axis in preset.axes if axis.size is not None]
+    known = preset.stages * prod(axis.size or 1 for axis in given)
+    found = []
+    for axis in given if len(given) == len(preset.axes) and not preset.stages_follow else ():
+        rest = known // (axis.size or 1)
+        if devices % rest == 0:
+            found.append(str(preset.sized({axis.name: devices // rest})))
+    if found:
+        return " or ".join(sorted(found))
+    if preset.stages_follow and len(preset.axes) == 1:
+        several = [n for n in divisors(devices) if n < devices]  # these pipelines have two stages at least
+        sizes = sorted(several, key=lambda n: (abs(n - (preset.axes[0].size or 1)), n))
+        return str(preset.sized({preset.axes[0].name: sizes[0]})) if sizes else "data_parallel()"
+    stages = _nearest(preset.stages, devices) if preset.stages > 1 else 1
+    if preset.stages > 1 and stages == 1:
+        return "data_parallel()"
+    left = devices // stages
+    inner: dict[str, int] = {}
+    for axis in reversed(preset.axes[1:]):
+        inner[axis.name] = _nearest(axis.size or 1, left)
+        left //= inner[axis.name]
+    return str(preset.sized({**inner, preset.axes[0].name: left}, stages))
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest(size: int, devices: int) -> int:
+    """The divisor of the devices that is nearest to a size; more than 1 if the size is and there is one."""
+    return min((n for n in divisors(devices) if n > 1 or size == 1 or devices == 1), key=lambda n: (abs(n - size), n))
