@@ -32,7 +32,7 @@ from typing import Any
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.compilers import target_devices
 from meshwright.compilers.facts import StageFacts, facts_of
-from meshwright.lowering.plan_fits import algorithms_of
+from meshwright.lowering.plan_of_program import algorithms_of
 from meshwright.plan import Stage
 from meshwright.planning.plan_for import plan_for
 from meshwright.program.effects import without_effects

@@ -26,8 +26,8 @@ from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.intra.workspace import held_together
 from meshwright.search.pipelines import interleaving
 from meshwright.search.pipelines.candidate import scheduled
-from meshwright.search.pipelines.interleaved_stages import SharedMemory, Sharing, in_flight_of, interleaved
 from meshwright.search.pipelines.interleaving import Interleaving, _missed
+from meshwright.search.pipelines.rank_sharing import SharedMemory, Sharing, in_flight_of, interleaved
 from meshwright.search.pipelines.request import INTERLEAVED
 from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.costs import StageCosts

@@ -34,7 +34,7 @@ from .follow import Follower
 from .layouts import fitting
 from .local_value import LocalValue, planned_conversion
 from .microbatches import combined, finished, grown_dims, reduction_of, share_of_loss
-from .plan_fits import algorithms_of, check_program, settled_of
+from .plan_of_program import algorithms_of, check_program, settled_of
 
 
 class LocalStep:

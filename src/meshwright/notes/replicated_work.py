@@ -27,7 +27,7 @@ from ..cluster import Cluster
 from ..cost.efficiency import profile_of
 from ..cost.kernels import kernel_seconds
 from ..errors import PlanError
-from ..lowering.plan_fits import algorithms_of
+from ..lowering.plan_of_program import algorithms_of
 from ..plan import Plan, Prediction
 from ..program.graph import Graph, Operator
 from ..program.origins import Origin, operator_origins

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from ..presets.of_program import check_interleaved
+from ..presets.roles_in_program import check_interleaved
 from ..program.batch import batch_extents
 from .request import PlanRequest
 

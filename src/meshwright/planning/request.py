@@ -12,7 +12,7 @@ from ..cluster import Cluster
 from ..errors import MemoryExceeded
 from ..plan import Plan
 from ..presets import Preset
-from ..presets.of_program import roles_in
+from ..presets.roles_in_program import roles_in
 from ..program.batch import batch_inputs
 from ..program.expected import Expectations, Unexpected
 from ..program.staged import StagedProgram

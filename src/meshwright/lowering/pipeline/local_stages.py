@@ -17,7 +17,7 @@ from ...program.trace import Program
 from ...schedule import Edge, Mode, Schedule
 from ...simulate import EdgeTiming, StageTiming, Timeline, Timing, plan_schedule, plan_timing, simulate
 from ..microbatches import grown_dims
-from ..plan_fits import check_program
+from ..plan_of_program import check_program
 from .alike import likeness
 from .asynchronous import check_asynchronous
 from .stage_memory import StageMemory, passed_on, stage_memory

@@ -39,7 +39,7 @@ from ...sharding import Spec
 from ..evaluate import ShardedProgram
 from ..local_value import LocalValue
 from ..microbatches import combined, grown_dims, reduction_of, share_of_loss
-from ..plan_fits import algorithms_of, settled_of
+from ..plan_of_program import algorithms_of, settled_of
 from .slots import Access, Role, Slot
 from .stage_jaxpr import stage_jaxpr
 

@@ -13,7 +13,7 @@ from ..inter.problem import PlacedStage
 from ..stages.costs import StageCosts
 from ..stages.solved import SolvedStage
 from .assembly import assemble
-from .interleaved_stages import sharing
+from .rank_sharing import sharing
 from .request import INTERLEAVED, SIMULATED
 from .timing import Scheduled, best_schedule, staged_timing
 

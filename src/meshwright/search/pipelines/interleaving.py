@@ -4,7 +4,7 @@ The search for stages gives every stage its own devices. Interleaving (`schedule
 stages, stage s to rank s mod n, and divides the bubble by v. For each (microbatches, ranks, stages a rank) an even cut
 is bounded by the estimates of the program's parts. The most promising are cut into n v ranges whose slowest is as fast
 as possible (a scan over the layers of a model into n v equal pieces), the stages of each rank share its memory by one
-price (`interleaved_stages`), and the whole is simulated.
+price (`rank_sharing`), and the whole is simulated.
 
 Known limits: ranges are balanced by their seconds alone, not by the schedule; what is tried bounds nothing else, so
 that gaps say nothing of interleaved plans.
@@ -22,8 +22,8 @@ from ...program.equal_stages import equal_stages, main_scan
 from ...program.staged import StagedProgram
 from ..stages.costs import StageCosts
 from .candidate import Candidate
-from .interleaved_stages import balanced, in_flight_of, interleaved, places_of
 from .microbatch_costs import MicrobatchCosts
+from .rank_sharing import balanced, in_flight_of, interleaved, places_of
 from .request import INTERLEAVED, StageRequest
 
 # Stages on each rank that are tried, and the most where a scan can be cut into any number of equal pieces: as many as a

@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 
 from ...errors import PlanError
-from .search import Budget as Budget, Found as Found, Search as Search
+from .protocol import Budget as Budget, Found as Found, Search as Search
 
 # By name: the class, imported when it is asked for.
 _CLASSES = {

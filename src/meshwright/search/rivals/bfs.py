@@ -18,7 +18,7 @@ from math import inf
 
 from ..space.choice import Choice
 from ..space.space import Space
-from .search import Budget, Found, Incumbent
+from .protocol import Budget, Found, Incumbent
 
 # Partial choices of a level that are looked at; on gpt3-1.3b and 16 devices a level of so many takes about ten seconds.
 BEAM = 256

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..space.choice import Choice, LayoutNumbers
 from ..space.space import Price, Space
 from ..space.structures import Option
-from .search import Budget, Found, Incumbent
+from .protocol import Budget, Found, Incumbent
 
 # So many parameters of a stage are decided one by one: a transformer's layer has about so many matrices.
 PARAMETERS = 6

@@ -29,7 +29,7 @@ from ..inter.submeshes import Submesh
 from ..space.choice import Choice, LayoutNumbers, StageChoice
 from ..space.space import Space
 from ..space.stages import Stages
-from .search import Budget, Found, Incumbent
+from .protocol import Budget, Found, Incumbent
 
 # Of each number of microbatches so many plans are priced: those with the fastest slowest stage, by number of stages.
 _PRICED = 4

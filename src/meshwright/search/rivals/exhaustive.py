@@ -13,7 +13,7 @@ from math import prod
 
 from ..space.choice import Choice
 from ..space.space import Space
-from .search import Budget, Found, Incumbent, too_large
+from .protocol import Budget, Found, Incumbent, too_large
 
 # Choices are priced at about a thousand a second.
 MOST_CHOICES = 200_000

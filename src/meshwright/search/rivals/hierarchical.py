@@ -27,7 +27,7 @@ from ..result import SearchResult
 from ..space.choice import Choice, StageChoice
 from ..space.space import Space
 from ..stages.solved import SolvedStage
-from .search import Budget, Found, Incumbent
+from .protocol import Budget, Found, Incumbent
 
 # The first of the two searches may take this share of the time. Chosen, not measured.
 _FIRST_SHARE = 0.5

@@ -33,7 +33,7 @@ from ..space.choice import Choice, StageChoice
 from ..space.layouts import Layouts
 from ..space.space import Space
 from ..space.stages import Stages
-from .search import Budget, Found, Incumbent, too_large
+from .protocol import Budget, Found, Incumbent, too_large
 
 # HiGHS states and presolves so many variables in about ten seconds.
 MOST_VARIABLES = 150_000

@@ -20,7 +20,7 @@ from ..space.choice import Choice
 from ..space.moves import neighbour
 from ..space.space import Space
 from .decisions import penalised_seconds
-from .search import Budget, Found, Incumbent
+from .protocol import Budget, Found, Incumbent
 
 # Beta, in units of the seconds of the best choice: a proposal that is a hundredth slower is taken every third time.
 # FlexFlow fixes it too, without saying at what.

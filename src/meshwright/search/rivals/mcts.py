@@ -22,7 +22,7 @@ from ..space.choice import Choice
 from ..space.space import Space
 from ..space.structures import Option
 from .decisions import Decisions, State
-from .search import Budget, Found, Incumbent
+from .protocol import Budget, Found, Incumbent
 
 # Of the upper confidence bound, where values are between 0 and 1; the theory's sqrt(2) explores too much for some
 # hundreds of rounds. Chosen, not measured.

@@ -20,7 +20,7 @@ from math import prod
 from ..space.choice import Choice, LayoutNumbers
 from ..space.layouts import Layouts
 from ..space.space import Space
-from .search import Budget, Found, Incumbent
+from .protocol import Budget, Found, Incumbent
 
 
 class Recursive:

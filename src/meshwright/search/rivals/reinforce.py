@@ -23,7 +23,7 @@ from ..space.choice import Choice
 from ..space.space import Space
 from ..space.structures import Option
 from .decisions import Decisions, State
-from .search import Budget, Found, Incumbent
+from .protocol import Budget, Found, Incumbent
 
 # By how much a plan that is one deviation better than expected raises the logits of what was drawn; the share that each
 # new reward has in the mean and the deviation; and how much slower a draw counts that leads to no plan.
