@@ -374,7 +374,8 @@ class StageCosts:
         return self._around[key]
 
     def certified(self, option: Option, first: int, last: int, submesh: Submesh, in_flight: int) -> Option:
-        """A solution with a lower bound of the seconds that any layouts take in the bytes that it holds.
+        """A solution with a lower bound of the seconds that any layouts take in the bytes that it holds, where there is
+        time for it.
 
         Args:
           option: the solution.
@@ -384,7 +385,7 @@ class StageCosts:
           in_flight: microbatches.
         """
         stage, kind = option.tag, self.solver.kind_of[submesh]
-        if stage.certain_share >= 1 - self.solver.gap:
+        if stage.certain_share >= 1 - self.solver.gap or self._left_seconds() < 0:
             return option
         place = Place(first, last, kind, self.solver.meshes[kind].index(stage.mesh))
         found = self.solver.within(place, "layer" if stage.segments else "none", in_flight, stage.held_bytes(in_flight))

@@ -265,7 +265,7 @@ class StageSolver:
         built = self.problem(place, remat)
         self.solves += len(prices)
         try:
-            return [*built[0].priced(prices, gap=gap, time_limit_seconds=_SECONDS_PER_SOLVE)]
+            return [*built[0].priced(prices, gap=gap, time_limit_seconds=self._seconds_per_solve)]
         except Infeasible:
             return self.choices_at(place, remat, prices, gap=gap) if self.relax(place) else [None] * len(prices)
 
@@ -369,6 +369,10 @@ class StageSolver:
         except Infeasible:
             return False
 
+    @property
+    def _seconds_per_solve(self) -> float:
+        return min(max(self._left_seconds(), _LEAST_SECONDS), _SECONDS_PER_SOLVE)
+
     def _limited(
         self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool, enough_seconds: float
     ) -> SolvedStage | None:
@@ -377,13 +381,12 @@ class StageSolver:
         if problem.least_bytes.held(in_flight) > limit:
             return None
         self.solves += 1
-        seconds = min(max(self._left_seconds(), _LEAST_SECONDS), _SECONDS_PER_SOLVE)
         try:
             with problem.keeping(in_flight):
                 chosen = problem.within(limit, gap=self.gap) if loosely else None
                 if chosen is None:
                     chosen = problem.proven(
-                        limit, gap=self.gap, time_limit_seconds=seconds, enough_seconds=enough_seconds
+                        limit, gap=self.gap, time_limit_seconds=self._seconds_per_solve, enough_seconds=enough_seconds
                     )
         except Infeasible:
             return None
