@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, programs compiled in a hurry, and a marker for each folder of tests."""
 
+import atexit
 import gc
 import os
 import time
@@ -29,6 +30,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 # Traces are millions of small objects that are no garbage: looking for some less often takes a twentieth off all tests.
 gc.set_threshold(40_000, 20, 100)
+# Nor is garbage looked for when a process of tests ends, which takes 2 s for a million objects.
+atexit.register(gc.freeze)
 
 _TESTS = Path(__file__).parent
 _FOLDER_MARKERS = frozenset({"unit", "property", "multidevice", "multiprocess"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,6 +28,14 @@ from meshwright.search.space.space import Space
 from meshwright.searches import Searched, run_searches, searches_document, searches_svg, searches_text
 
 CLUSTER = load_cluster("rtx4090-4")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _garbage_is_looked_for_in_what_these_tests_make() -> Iterator[None]:
+    """Between two methods; what other tests have left is large."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def small() -> Any:
