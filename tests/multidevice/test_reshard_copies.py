@@ -38,7 +38,7 @@ def on(ids, *spec):
 def status(name):
     return int(next(l for l in open("/proc/self/status") if l.startswith(name)).split()[1]) * 1024
 
-rows, source = 4096, on(range(4), "x")
+rows, source = 2048, on(range(4), "x")
 targets = {"whole": on((4,)), "columns": on((4, 5, 6, 7), None, "x"), "over": on(range(2, 6), None, "x")}
 networks = {"hosts": uniform_network([[i] for i in range(8)], nic_rate=1e9), "one": None}
 
@@ -75,7 +75,7 @@ _OTHERS = (
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
 @pytest.mark.parametrize("cases", [_QUICK, pytest.param(_OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
 def test_a_device_holds_two_chunks_and_no_more(cases: tuple[tuple[str, str, str], ...]) -> None:
-    """128 MiB in four blocks, in chunks of 1 MiB, onto one other device, four others, and onto some of the same: with
+    """32 MiB in four blocks, in chunks of 1 MiB, onto one other device, four others, and onto some of the same: with
     copies inside the process, and with every device as a machine. One process makes all moves, each from a new mark."""
     script = _SCRIPT.replace("CASES", repr(cases))
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)

@@ -98,7 +98,11 @@ def step(params, batch):
     loss, grads = mw.value_and_grad(lambda p: jnp.mean((predict(p, batch[0]) - batch[1]) ** 2))(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
 
-state, batch = jax.tree.map(np.asarray, (perceptron(), data()))
+# Drawn by NumPy, which compiles nothing.
+draw = np.random.default_rng(1)
+state, batch = jax.tree.map(
+    lambda x: draw.normal(0, 32**-0.5, x.shape).astype(x.dtype), jax.eval_shape(lambda: (perceptron(), data()))
+)
 """
 # By either transport the numbers of one device, and each other's to the bit.
 _EITHER_TRANSPORT = """
@@ -185,7 +189,7 @@ def test_no_process_holds_more_than_predicted(tmp_path: Path, schedule: str, pro
         tmp_path,
         f"""
 from live_bytes import assert_as_predicted
-target = zoo.mlp(width=64, layers=6, batch=1024)
+target = zoo.mlp(width=64, layers=3, batch=1024)
 step = pipelined(target.step, (target.example_state, target.example_batch), Pipeline(
     submeshes=(2, 2, 4), microbatches=4, schedule={schedule!r}, meshes=[(("x",), (4,)), (("x",), (2,))]))
 assert_as_predicted(step, target, least=0.5)

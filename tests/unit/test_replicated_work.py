@@ -75,8 +75,9 @@ def would_take(note: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"mesh": {"x": 2, "y": 4}},  # the one that is found, too
         {"preset": "megatron(tp=8)"},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"microbatches": 4}, marks=pytest.mark.slow),
         pytest.param({"preset": "fsdp_tp(tp=4)"}, marks=pytest.mark.slow),
     ],
@@ -89,7 +90,7 @@ def test_what_a_padded_vocabulary_is_said_to_take_is_what_its_plan_takes(options
     assert re.search(rf"{HERE}:\d+", note)
     assert "50304" in note
     after, before = would_take(note)
-    where = {} if "preset" in options else {"mesh": dict(plan.stages[0].mesh)}
+    where = {} if {"preset", "mesh"}.intersection(options) else {"mesh": dict(plan.stages[0].mesh)}
     padded = planned(language_model(50304), **where, **options)
     assert before == pytest.approx(1e3 * plan.predicted.step_seconds, rel=0.05)
     assert after == pytest.approx(1e3 * padded.predicted.step_seconds, rel=0.05)
