@@ -15,6 +15,20 @@ import meshwright as mw
 TENSOR = {"mesh": {"data": 2, "model": 4}}
 
 
+def drawn(target: Any) -> tuple[Any, Any]:
+    """A state and a batch of a reference model, as in the middle of a training; by NumPy, which compiles nothing."""
+    random = np.random.default_rng(0)
+
+    def one(path: Any, leaf: Any) -> np.ndarray:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return random.integers(0, 8, leaf.shape).astype(leaf.dtype)
+        made = 0.2 * random.standard_normal(leaf.shape)
+        moment = jax.tree_util.keystr(path).startswith(("[0]['opt']", "[0]['statistics']"))
+        return (np.abs(made) if moment else made).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, (target.example_state, target.example_batch))
+
+
 def assert_as_on_one_device(
     step: Callable[..., Any], state: Any, *batch: Any, steps: int = 3, atol: float = 1e-6, **options: Any
 ) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from one_device import assert_equal_trees, copy
+from one_device import assert_equal_trees, copy, drawn
 from pipelines import whole
 from test_found_plans import assert_as_predicted, compiled_collectives
 
@@ -33,7 +33,7 @@ def planned(target: Any, preset: Any, **options: Any) -> Planning:
 
 
 def assert_as_on_one_device(target: Any, planning: Planning, steps: int = 2) -> None:
-    state, batch = jax.jit(target.init)(jax.random.key(0)), jax.jit(target.make_batch)(jax.random.key(1))
+    state, batch = drawn(target)
     many = len(planning.plan.stages) > 1
     parallel = (PipelinedStep if many else PlannedStep)(planning.program, planning.plan, jax.devices())
     alone = jax.jit(target.step)
