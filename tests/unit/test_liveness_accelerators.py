@@ -153,6 +153,28 @@ def test_devices_know_whose_compiler_orders_their_programs() -> None:
     assert [load_cluster(name).device.compiler for name in names] == ["gpu", "gpu", WIDE, "tpu"]
 
 
+@pytest.mark.parametrize(
+    ("platform", "dtype", "bits"),
+    [(WIDE, jnp.bfloat16, [16, 32]), ("gpu", jnp.bfloat16, [16, 16]), (WIDE, jnp.float16, [16, 16])],
+)
+def test_gpus_before_hopper_round_what_is_arithmetic_in_bfloat16_for_products_alone(
+    platform: str, dtype: Any, bits: list[int]
+) -> None:
+    """What sums and multiplications read is the float32 value, stored beside the rounded one (GELU's tangent)."""
+
+    def step(x: jax.Array, y: jax.Array, w: jax.Array) -> Any:
+        bent = jnp.tanh(x)
+        return (bent * y) @ w, (bent + y).sum(-1), (bent - y).sum(-1)
+
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((64, 96), (64, 96), (96, 96))]
+    found = dataflow_of(step, *shapes, platform=platform)
+    kernels = Fusion(found).run()
+    made = [found.values[kernel.writes[0]] for kernel in kernels if not kernel.multiplies]
+    assert sorted(one.size_bytes * 8 // one.elements for one in made if one.elements == 64 * 96) == bits
+    (product,) = (kernel for kernel in kernels if kernel.multiplies)
+    assert {found.values[value].size_bytes // found.values[value].elements for value in product.uses} == {2}
+
+
 def test_tpus_keep_two_dims_in_tiles() -> None:
     assert _in_tiles((8, 128)) == _in_tiles((128, 8)) == 1024
     assert _in_tiles((32, 112, 112, 224)) == 32 * 112 * 112 * 256
@@ -226,6 +248,7 @@ def test_a_stack_is_copied_for_the_loop_that_turns_its_slices_unless_it_is_given
         (("gpt3-125m+scan+remat", "tpu-v5p:8", 64, "data_parallel"), has_tpu_compiler()),
         (("gpt3-125m+scan", "dgx-h100:1", 64, "data_parallel"), has_cuda_compiler()),
         (("llama3-8b", "dgx-a100-80:1", 64, ""), has_cuda_compiler()),
+        (("gpt3-125m", "dgx-a100-80:1", 128, ""), has_cuda_compiler()),
         (("llama3-8b", "dgx-h100:2", 64, ""), has_cuda_compiler()),
         (("gpt3-350m+remat", "dgx-h100:2", 128, ""), has_cuda_compiler()),
     ],

@@ -231,7 +231,7 @@ class _Reader(Builder):
         if name in _PERMUTES:
             return self.emit(Kind.PERMUTE, name, reads, avals, key=key, expensive=name == "gather")
         if name in _REDUCES:
-            return self.emit(Kind.REDUCE, name, reads, avals, key=key, expensive=True)
+            return self.reduction(name, reads[0], avals[0], key)
         if name == "dynamic_update_slice" or name.startswith("scatter"):
             if is_literal(equation.invars[0]):
                 reads = [self.read({}, equation.invars[0]), *reads]  # what it writes into is no part of its kernel

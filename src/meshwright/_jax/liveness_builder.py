@@ -10,7 +10,7 @@ exist:
 * adding what was scattered onto zeros scatters onto the other term;
 * a division by a broadcast value multiplies by the broadcast reciprocal;
 * on CPUs bfloat16 and float16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice; GPUs
-  before Hopper store what has been computed so in float32;
+  before Hopper do bfloat16 arithmetic in float32, and round only what something else than arithmetic reads;
 * on TPUs arrays lie in tiles, and on GPUs in layouts that suit the products (`liveness_layouts`).
 """
 
@@ -37,6 +37,8 @@ _BFLOAT16_PRODUCTS = jax.__version_info__ >= (0, 11)
 
 # What the CPU computes in float32.
 NARROW = ("bfloat16", "float16")
+# What GPUs before Hopper do.
+_AS_FLOAT32 = "bfloat16"
 
 
 def _is_view(shape: Sequence[int], order: Sequence[int]) -> bool:
@@ -256,10 +258,8 @@ class Builder:
     ) -> tuple[int, ...]:
         """An elementwise operation; in 16 bits it is float32 arithmetic and a rounding."""
         (aval,) = avals
-        if self.platform == WIDE and expensive and str(aval.dtype) in NARROW and name != "convert_element_type":
-            wide = jax.ShapeDtypeStruct(aval.shape, np.float32)
-            (result,) = self.emit(Kind.ELEMENTWISE, name, reads, [wide], key=key, expensive=True)
-            return self.emit(Kind.ELEMENTWISE, "convert_element_type", [result], avals, key="narrow")
+        if self.platform == WIDE and name != "select_n":
+            return self._as_float32(Kind.ELEMENTWISE, name, reads, aval, key, expensive=expensive)
         if self.platform != "cpu" or str(aval.dtype) not in NARROW or name == "select_n":
             return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key, expensive=expensive, library=library)
         if name == "convert_element_type":
@@ -267,6 +267,30 @@ class Builder:
         wide = jax.ShapeDtypeStruct(aval.shape, np.float32)
         (result,) = self.emit(Kind.ELEMENTWISE, name, reads, [wide], key=key, expensive=expensive, library=library)
         return (self.rounded(result, aval.dtype),)
+
+    def _as_float32(
+        self, kind: Kind, name: str, reads: Sequence[int], aval: Any, key: Any, *, expensive: bool
+    ) -> tuple[int, ...]:
+        """Arithmetic or a reduction in bfloat16 on a GPU that does it in float32: on what its operands were before they
+        were rounded, if they were. So a rounded value is stored only for products, for collectives and for what moves
+        it, and the float32 one for arithmetic (XLA's `FloatNormalization` and `SimplifyFPConversions`)."""
+        shape, dtype = aval.shape, aval.dtype
+        if name != "convert_element_type":
+            reads = [self.unrounded.get(value, value) for value in reads]
+            wide = jax.ShapeDtypeStruct(shape, np.float32 if str(dtype) == _AS_FLOAT32 else dtype)
+            reads = self.emit(kind, name, reads, [wide], key=key, expensive=expensive)
+        if self.types[reads[0]][1] == dtype:
+            return tuple(reads)
+        (made,) = self.emit(Kind.ELEMENTWISE, "convert_element_type", reads, [aval], key=("to", str(dtype)))
+        if self.types[reads[0]][1] == np.float32 and str(dtype) == _AS_FLOAT32:
+            self.unrounded[made] = reads[0]
+        return (made,)
+
+    def reduction(self, name: str, value: int, aval: Any, key: Any) -> tuple[int, ...]:
+        """A reduction of one array."""
+        if self.platform == WIDE:
+            return self._as_float32(Kind.REDUCE, name, [value], aval, key, expensive=True)
+        return self.emit(Kind.REDUCE, name, [value], [aval], key=key, expensive=True)
 
     def rounded(self, value: int, dtype: Any) -> int:
         """A float32 value in 16 bits: dear to compute, so it is stored rather than computed again."""
