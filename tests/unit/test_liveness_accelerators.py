@@ -16,11 +16,12 @@ import pytest
 from jax import lax
 
 from meshwright._jax.ahead import has_cuda_compiler, has_tpu_compiler
-from meshwright._jax.dataflow import MEGACORE, WIDE, Kind, Operation, Program, Value
+from meshwright._jax.dataflow import MEGACORE, WIDE, WIDEST, Kind, Operation, Program, Value
 from meshwright._jax.liveness_adapter import dataflow_of
 from meshwright._jax.liveness_builder import _in_tiles
 from meshwright.api import plan_for, value_and_grad
 from meshwright.cluster import load_cluster
+from meshwright.cluster.hardware import compiler_of
 from meshwright.memory.fusion import Fusion
 from meshwright.memory.kernel_order import readers_first
 from meshwright.memory.liveness import predict
@@ -102,12 +103,14 @@ def test_chips_of_two_cores_store_a_division_that_several_products_read() -> Non
 
 
 def test_gpus_compute_exponentials_and_divisions_again_and_a_tangent_once() -> None:
-    def of(name: str) -> list[int]:
+    def of(name: str, platform: str = "gpu") -> list[int]:
         twice = [operation(R, (1,), 2), operation(E, (1,), 3)]
-        return stored("gpu", [operation(E, (0,), 1, name, expensive=True), *twice], (2, 3))
+        return stored(platform, [operation(E, (0,), 1, name, expensive=True), *twice], (2, 3))
 
     assert of("exp") == of("div") == [2, 3]
-    assert of("tanh") == [1, 2, 3]
+    assert of("tanh") == of("tanh", WIDE) == [1, 2, 3]
+    assert of("tanh", WIDEST) == [2, 3]  # V100
+    assert of("sort", WIDEST) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +152,41 @@ def test_who_reads_a_donated_argument_runs_before_its_buffer_is_written(platform
 
 
 def test_devices_know_whose_compiler_orders_their_programs() -> None:
-    names = ("dgx-h100:1", "dgx-h100:2", "dgx-a100-80:2", "tpu-v5e:16")
-    assert [load_cluster(name).device.compiler for name in names] == ["gpu", "gpu", WIDE, "tpu"]
+    names = ("dgx-h100:1", "dgx-h100:2", "dgx-a100-80:2", "tpu-v5e:16", "p3.16xlarge:1")
+    assert [load_cluster(name).device.compiler for name in names] == ["gpu", "gpu", WIDE, "tpu", WIDEST]
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiler"),
+    [
+        ("Tesla P40", WIDEST), ("Tesla T4", WIDEST), ("NVIDIA GeForce RTX 2080 Ti", WIDEST), ("NVIDIA A10G", WIDE),
+        ("NVIDIA L40S", WIDE), ("NVIDIA GeForce RTX 4090", WIDE), ("AMD Instinct MI300X", WIDE),
+        ("NVIDIA GB200", "gpu"),
+    ],
+)  # fmt: skip
+def test_gpus_are_told_apart_by_their_arithmetic_in_bfloat16(kind: str, compiler: str) -> None:
+    assert compiler_of(kind, "gpu") == compiler
+
+
+def _both_ways(x: jax.Array, weight: jax.Array, cotangent: jax.Array) -> Any:
+    """A product of a weight of several dims, and the one that is its operand's gradient."""
+    weight = weight.astype(x.dtype)
+    made, pull = jax.vjp(lambda x: lax.dot_general(x, weight, (((2,), (0,)), ((), ()))), x)
+    return made, pull(cotangent)
+
+
+@pytest.mark.parametrize(("platform", "dtype", "itemsize"), [
+    (WIDEST, jnp.bfloat16, 4), (WIDEST, jnp.float16, 2), (WIDE, jnp.bfloat16, 2),
+])  # fmt: skip
+def test_products_of_gpus_before_ampere_read_float32_that_is_stored(platform: str, dtype: Any, itemsize: int) -> None:
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 16, 32), (32, 2, 8), (4, 16, 2, 8))]
+    shapes[1] = jax.ShapeDtypeStruct(shapes[1].shape, jnp.float32)
+    found = dataflow_of(_both_ways, *shapes, platform=platform)
+    kernels = Fusion(found).run()
+    products = [kernel for kernel in kernels if kernel.multiplies]
+    assert {found.values[v].size_bytes // found.values[v].elements for one in products for v in one.uses} == {itemsize}
+    if platform == WIDEST:  # both read the weight as one array, the one turned
+        assert len(set(products[0].uses).intersection(products[1].uses)) == 1
 
 
 @pytest.mark.parametrize(
@@ -249,6 +285,7 @@ def test_a_stack_is_copied_for_the_loop_that_turns_its_slices_unless_it_is_given
         (("gpt3-125m+scan", "dgx-h100:1", 64, "data_parallel"), has_cuda_compiler()),
         (("llama3-8b", "dgx-a100-80:1", 64, ""), has_cuda_compiler()),
         (("gpt3-125m", "dgx-a100-80:1", 128, ""), has_cuda_compiler()),
+        (("gpt3-350m", "p3.16xlarge:1", 128, ""), has_cuda_compiler()),
         (("llama3-8b", "dgx-h100:2", 64, ""), has_cuda_compiler()),
         (("gpt3-350m+remat", "dgx-h100:2", 128, ""), has_cuda_compiler()),
     ],

@@ -17,6 +17,9 @@ WIDE = "gpu float32"
 """The platform of NVIDIA's GPUs before Hopper, which have no arithmetic in bfloat16, and whose programs XLA orders for
 little memory; since then it orders them so that collectives run beside compute."""
 
+WIDEST = "gpu float32 products"
+"""The platform of those before Ampere, which have no products in bfloat16 either, and none that take anything in."""
+
 SUMS = frozenset(("psum", "psum2", "psum_invariant", "pmax", "pmin"))
 """Names of operations that reduce over devices and leave the result on all of them."""
 
@@ -28,6 +31,9 @@ COLLECTIVES = SUMS | GATHERS | {"reduce_scatter", "all_to_all", "ppermute"}
 
 CHEAP_ON_GPUS = frozenset({"div", "exp", "exp2", "rsqrt", "sqrt"})
 """Arithmetic that XLA's GPU compiler does again where it is read, dear as it is elsewhere."""
+
+CHEAP_BEFORE_AMPERE = CHEAP_ON_GPUS | {"erf", "log", "logistic", "sin", "tanh"}
+"""The same of GPUs before Ampere, whose memory is slower for their arithmetic (seen in what it compiles for V100)."""
 
 
 class Kind(Enum):
@@ -103,7 +109,7 @@ class Program:
         it was donated or is carried by a loop.
       alike: a number for each value; values of one number are equal once barriers are forgotten. Kernels that compute
         such values from such values are merged. None where barriers hold, and equal operations are one already.
-      platform: whose compiler fuses and orders it: "cpu", "gpu", `WIDE`, "tpu" or `MEGACORE`.
+      platform: whose compiler fuses and orders it: "cpu", "gpu", `WIDE`, `WIDEST`, "tpu" or `MEGACORE`.
     """
 
     values: tuple[Value, ...]

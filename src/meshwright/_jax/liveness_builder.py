@@ -10,7 +10,8 @@ exist:
 * adding what was scattered onto zeros scatters onto the other term;
 * a division by a broadcast value multiplies by the broadcast reciprocal;
 * on CPUs bfloat16 and float16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice; GPUs
-  before Hopper do bfloat16 arithmetic in float32, and round only what something else than arithmetic reads;
+  before Hopper do bfloat16 arithmetic in float32, and round only what something else than arithmetic reads; those
+  before Ampere multiply in float32 too, what cuBLAS reads as it is stored;
 * on TPUs arrays lie in tiles, and on GPUs in layouts that suit the products (`liveness_layouts`).
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright._jax.dataflow import WIDE, Kind, Operation, Program, Value
+from meshwright._jax.dataflow import WIDE, WIDEST, Kind, Operation, Program, Value
 from meshwright._jax.jaxpr import is_literal
 from meshwright._jax.liveness_layouts import Layouts
 
@@ -258,7 +259,7 @@ class Builder:
     ) -> tuple[int, ...]:
         """An elementwise operation; in 16 bits it is float32 arithmetic and a rounding."""
         (aval,) = avals
-        if self.platform == WIDE and name != "select_n":
+        if self.platform in (WIDE, WIDEST) and name != "select_n":
             return self._as_float32(Kind.ELEMENTWISE, name, reads, aval, key, expensive=expensive)
         if self.platform != "cpu" or str(aval.dtype) not in NARROW or name == "select_n":
             return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key, expensive=expensive, library=library)
@@ -288,13 +289,15 @@ class Builder:
 
     def reduction(self, name: str, value: int, aval: Any, key: Any) -> tuple[int, ...]:
         """A reduction of one array."""
-        if self.platform == WIDE:
+        if self.platform in (WIDE, WIDEST):
             return self._as_float32(Kind.REDUCE, name, [value], aval, key, expensive=True)
         return self.emit(Kind.REDUCE, name, [value], [aval], key=key, expensive=True)
 
     def rounded(self, value: int, dtype: Any) -> int:
-        """A float32 value in 16 bits: dear to compute, so it is stored rather than computed again."""
+        """A float32 value in 16 bits; on CPUs dear to compute, so it is stored rather than computed again."""
         narrow = jax.ShapeDtypeStruct(self.types[value][0], dtype)
+        if self.platform != "cpu":
+            return self._as_float32(Kind.ELEMENTWISE, "convert_element_type", [value], narrow, "", expensive=False)[0]
         (result,) = self.emit(Kind.ELEMENTWISE, "round", [value], [narrow], key="round", expensive=True, library=True)
         self.unrounded[result] = value
         return result
@@ -303,6 +306,12 @@ class Builder:
         """A value of 16 bits as float32."""
         wide = jax.ShapeDtypeStruct(self.types[value][0], np.float32)
         return self.emit(Kind.ELEMENTWISE, "widen", [value], [wide], key="widen", library=True)[0]
+
+    def _before_rounding(self, value: int) -> int:
+        """A value of 16 bits as the float32 that it was, or widened to it; any other as it is."""
+        if value in self.unrounded or str(self.types[value][1]) != _AS_FLOAT32:
+            return self.unrounded.get(value, value)
+        return self.widened(value)
 
     def converted(self, value: int, dtype: Any) -> int | None:
         """`value` in `dtype`, where that needs no operation: it is, or it was before it was rounded."""
@@ -346,6 +355,8 @@ class Builder:
             matrix = sum(shape[dim] != 1 for dim in inner) <= 1 and sum(shape[dim] != 1 for dim in free) <= 1
             # XLA's kernels read a matrix either way round; groups of dims must lie in the order the kernel wants.
             order = swapped if matrix and _is_view(shape, swapped) and not _is_view(shape, wanted) else wanted
+            if self.platform == WIDEST:  # cuBLAS reads both ways round, so that several products read one array
+                order = max(wanted, swapped, key=lambda one: one[-1:])
             library = library and (side == 1 or order is wanted)
             # XLA folds a transposition the program asks for into the product, which then is none for the library.
             folded = folded or (value in self.transposed and _is_view(shape, wanted))
@@ -362,6 +373,10 @@ class Builder:
         widens = self.platform == "cpu" and (folded or not library or not _BFLOAT16_PRODUCTS)
         if str(dtype) in NARROW and widens:
             sides, dtype = [self.widened(value) for value in sides], np.dtype(np.float32)
+        if self.platform == WIDEST and str(dtype) == _AS_FLOAT32:
+            dtype = np.dtype(np.float32)
+        if self.platform == WIDEST:
+            sides = [self._before_rounding(value) for value in sides]
         flat_aval = jax.ShapeDtypeStruct(tuple(result), dtype)
         flops = 2.0 * math.prod(result) * math.prod(self.types[reads[0]][0][dim] for dim in contracted[0])
         (product,) = self.emit(Kind.CONTRACT, "dot_general", sides, [flat_aval], key=key, library=library, flops=flops)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._jax.dataflow import MEGACORE, WIDE
+from .._jax.dataflow import MEGACORE, WIDE, WIDEST
 from .errors import ClusterError, check_count, check_number, check_text, check_type
 from .torus import check_torus
 from .wires import check_wires
@@ -31,11 +31,13 @@ _MOST_DEVICES = 100_000
 
 # Hopper and later, in JAX's names of GPUs ("NVIDIA H100 80GB HBM3", "NVIDIA GB200", "NVIDIA GeForce RTX 5090").
 _SINCE_HOPPER = re.compile(r"\bG?[HB]\d+|Blackwell|RTX 50\d\d")
+# Before Ampere ("Tesla V100-SXM2-16GB", "Tesla P40", "NVIDIA GeForce RTX 2080 Ti").
+_BEFORE_AMPERE = re.compile(r"\b[VTPKM]\d+\b|GTX|TITAN|Quadro|RTX 20\d\d")
 
 
 def compiler_of(kind: str, platform: str) -> str:
     """The platform as the memory model tells compilers apart (`_jax.dataflow`): TPUs v4 and v5p have chips of two cores
-    that run one program, GPUs before Hopper no arithmetic in bfloat16.
+    that run one program, GPUs before Hopper no arithmetic in bfloat16, those before Ampere no products in it either.
 
     Args:
       kind: JAX's name of the device.
@@ -43,7 +45,9 @@ def compiler_of(kind: str, platform: str) -> str:
     """
     if kind in ("TPU v4", "TPU v5"):
         return MEGACORE
-    return WIDE if platform == "gpu" and not _SINCE_HOPPER.search(kind) else platform
+    if platform != "gpu" or _SINCE_HOPPER.search(kind):
+        return platform
+    return WIDEST if _BEFORE_AMPERE.search(kind) else WIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from meshwright._jax.dataflow import CHEAP_ON_GPUS, MEGACORE, Kind, Operation, Program, Use
+from meshwright._jax.dataflow import CHEAP_BEFORE_AMPERE, CHEAP_ON_GPUS, MEGACORE, WIDEST, Kind, Operation, Program, Use
 
 _FUSIBLE = (Kind.VIEW, Kind.ELEMENTWISE, Kind.BROADCAST, Kind.PERMUTE, Kind.REDUCE, Kind.UPDATE)
 _LIBRARY_LIMIT = 64  # operations the library takes into one kernel
@@ -87,6 +87,8 @@ class Fusion:
         self._values = program.values
         self._on_cpu, self._on_tpu, self._on_gpu = (program.platform.startswith(name) for name in ("cpu", "tpu", "gpu"))
         self._has_megacores = program.platform == MEGACORE
+        self._has_triton = program.platform != WIDEST
+        self._cheap = CHEAP_ON_GPUS if self._has_triton else CHEAP_BEFORE_AMPERE
         self._kernels: dict[int, Kernel] = {}
         self._producer: dict[int, int] = {}
         self._users: dict[int, dict[int, None]] = {}
@@ -241,7 +243,7 @@ class Fusion:
             return not (self._has_megacores and consumer.multiplies and self._divides_for_several(producer))
         if not self._on_cpu and consumer.multiplies and not self._is_prologue(producer):
             return False
-        if not operation.expensive or (operation.name in CHEAP_ON_GPUS and not self._on_cpu):
+        if not operation.expensive or (operation.name in self._cheap and not self._on_cpu):
             return True
         single = len(self._users[value]) == 1 and value not in self._outputs
         return single and consumer.uses[value] is not Use.REPEATED
@@ -262,7 +264,11 @@ class Fusion:
     def _is_prologue(self, kernel: Kernel) -> bool:
         """Whether a GPU's matrix product can do it while it reads an operand: it moves, converts or scales."""
         operation = kernel.operation
-        if operation.kind in (Kind.VIEW, Kind.BROADCAST) or operation.name == "transpose":
+        if operation.kind is Kind.VIEW or operation.name == "transpose":
+            return True
+        if not self._has_triton:
+            return False
+        if operation.kind is Kind.BROADCAST:
             return True
         if operation.kind is not Kind.ELEMENTWISE or len(operation.reads) != 1 or operation.expensive:
             return False
