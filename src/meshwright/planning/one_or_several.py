@@ -18,8 +18,9 @@ from .refine import Missed, Refinement
 from .request import PlanRequest
 from .stages import SeveralStages, is_large
 
-# What one stage may take of the time where several are searched afterwards. Chosen, not measured.
-_ONE_STAGE_SHARE = 0.5
+# What the first of the two may take of the time, so that the other is searched too: one stage, or several. Chosen, not
+# measured.
+_ONE_FIRST, _SEVERAL_FIRST = 0.5, 0.75
 
 
 def plan_in_stages(asked: PlanRequest) -> SearchResult:
@@ -94,15 +95,19 @@ class _Parts:
         # devices, where several stages are most of what there is to gain.
         late = late and len({host.device for host in asked.cluster.hosts}) == 1
         first = one and (not several or late or self._is_soon_planned)
-        found = []
-        if one:
-            share = _ONE_STAGE_SHARE if first else 1.0
-            found.append(
-                Part(words=OneStage.words, search=partial(self._find_one, missed(OneStage.words)), share=share)
-            )  # fmt: skip
-        if several:
-            found.append(Part(words="several stages", search=partial(self._several.find, missed)))
-        return found if first else found[::-1]
+        alone = Part(
+            words=OneStage.words, search=partial(self._find_one, missed(OneStage.words)),
+            share=_ONE_FIRST if first else 1.0,
+        )  # fmt: skip
+        if not several:
+            return [alone]
+        staged = Part(
+            words="several stages", search=partial(self._several.find, missed),
+            share=_SEVERAL_FIRST if one and not first else 1.0,
+        )  # fmt: skip
+        if not one:
+            return [staged]
+        return [alone, staged] if first else [staged, alone]
 
     def _find_one(self, missed: MissedMemory, faster_than_seconds: float, seconds: float) -> SearchResult:
         if self._least_seconds >= faster_than_seconds:
