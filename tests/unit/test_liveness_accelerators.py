@@ -16,15 +16,16 @@ import pytest
 from jax import lax
 
 from meshwright._jax.ahead import has_cuda_compiler, has_tpu_compiler
-from meshwright._jax.dataflow import MEGACORE, WIDE, WIDEST, Kind, Operation, Program, Value
+from meshwright._jax.dataflow import MEGACORE, WIDE, WIDEST, Kind, Operation, Program, Use, Value
 from meshwright._jax.liveness_adapter import dataflow_of
 from meshwright._jax.liveness_builder import _in_tiles
+from meshwright._jax.liveness_collectives import _group
 from meshwright.api import plan_for, value_and_grad
 from meshwright.cluster import load_cluster
 from meshwright.cluster.hardware import compiler_of
-from meshwright.memory.fusion import Fusion
-from meshwright.memory.kernel_order import readers_first
-from meshwright.memory.liveness import predict
+from meshwright.memory.fusion import Fusion, Kernel
+from meshwright.memory.kernel_order import heaviest_first, readers_first
+from meshwright.memory.liveness import _counted, predict
 
 E, C, K, R = Kind.ELEMENTWISE, Kind.CONTRACT, Kind.OPAQUE, Kind.REDUCE
 BYTES = 40_000
@@ -125,6 +126,42 @@ def test_gpus_store_what_is_smaller_than_what_it_is_made_of_for_several_readers(
     values = (one.values[0], replace(one.values[1], size_bytes=mask_bytes), *one.values[2:])
     kernels = Fusion(replace(one, values=values)).run()
     assert any(kernel.writes[0] == 1 for kernel in kernels) == is_stored
+
+
+def test_gpus_read_a_slice_where_it_lies() -> None:
+    """However large what it is taken from: the scores of a layer, of all that a loop has stacked."""
+    steps = [operation(Kind.PERMUTE, (0,), 1, "dynamic_slice"), operation(R, (1,), 2), operation(R, (1,), 3)]
+    one = program("gpu", steps, (2, 3))
+    stack = replace(one.values[0], size_bytes=20 * BYTES, rank=3)
+    kernels = Fusion(replace(one, values=(stack, *one.values[1:]))).run()
+    assert [kernel.writes[0] for kernel in kernels] == [2, 3]
+
+
+def test_gathers_along_different_dims_are_sent_together() -> None:
+    one, other = ({"all_gather_dimension": dim, "axis_name": ("x",), "axis_size": 8} for dim in (0, 1))
+    wide, narrow = (jax.ShapeDtypeStruct((8,), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    assert _group(one, wide) == _group(other, wide) != _group(other, narrow)
+
+
+def test_the_order_that_visits_what_takes_most_counts_from_the_first_output_to_the_last() -> None:
+    """Where all is counted as much as there is, the last counts most: the loss, before the gradients."""
+    halves = [operation(K, (0,), 1), operation(E, (1,), 2), operation(E, (1,), 3)]
+    loss, gradient = operation(K, (2, 3), 4), operation(K, (2, 3), 5)
+    one = program(WIDE, [*halves, loss, gradient], (5, 4))
+    kernels = [Kernel(operation=op, position=n, uses=dict.fromkeys(op.reads, Use.SAME), writes=op.writes)
+               for n, op in enumerate(one.operations)]  # fmt: skip
+    assert [step.writes[0] for step in heaviest_first(one, kernels, set())] == [1, 2, 3, 4, 5]
+
+
+def test_memory_schedulers_count_what_a_kernel_reads_beside_what_it_writes() -> None:
+    """Also where it writes over it, as a loop over its stacks; but not a donated argument beside its output."""
+    steps = [operation(K, (0,), 1), operation(E, (1,), 2), operation(K, (2,), 3)]
+    one = program(WIDE, steps, (3,))
+    kernels = Fusion(one).run()
+    assert _counted(one, kernels, {}) == 2 * BYTES
+    assert _counted(replace(one, kept=((0, 0),)), kernels[:2], {}) == 2 * BYTES
+    assert _counted(one, kernels, {kernels[1].position: 3 * BYTES}) == 4 * BYTES
+    assert predict(one).peak_bytes == 3 * BYTES
 
 
 def test_gpus_store_some_of_a_chain_of_sums_that_are_all_read() -> None:
@@ -285,6 +322,7 @@ def test_a_stack_is_copied_for_the_loop_that_turns_its_slices_unless_it_is_given
         (("gpt3-125m+scan", "dgx-h100:1", 64, "data_parallel"), has_cuda_compiler()),
         (("llama3-8b", "dgx-a100-80:1", 64, ""), has_cuda_compiler()),
         (("gpt3-125m", "dgx-a100-80:1", 128, ""), has_cuda_compiler()),
+        (("gpt3-125m+scan", "dgx-a100-80:1", 128, ""), has_cuda_compiler()),
         (("gpt3-350m", "p3.16xlarge:1", 128, ""), has_cuda_compiler()),
         (("llama3-8b", "dgx-h100:2", 64, ""), has_cuda_compiler()),
         (("gpt3-350m+remat", "dgx-h100:2", 128, ""), has_cuda_compiler()),

@@ -37,13 +37,20 @@ def _moved(program: Builder, name: str, params: Any, value: int, aval: Any, key:
         return _all_to_all(program, params, value, aval, key)
     dim = params.get("all_gather_dimension", params.get("scatter_dimension", 0))
     if not dim or not params.get("tiled", True):
-        return program.emit(Kind.OPAQUE, name, [value], [aval], key=key, group=f"{key} {aval.dtype}")[0]
+        return program.emit(Kind.OPAQUE, name, [value], [aval], key=key, group=_group(params, aval))[0]
     rank = len(aval.shape)
     first = [dim, *(d for d in range(rank) if d != dim)]
     turned = jax.ShapeDtypeStruct(tuple(aval.shape[d] for d in first), aval.dtype)
-    group = f"{key} {aval.dtype}"
+    group = _group(params, aval)
     (result,) = program.emit(Kind.OPAQUE, name, [program.arranged(value, first)], [turned], key=key, group=group)
     return program.arranged(result, [int(d) for d in np.argsort(first)])
+
+
+def _group(params: Any, aval: Any) -> str:
+    """What collectives have in common that may be sent together: of a gather or a scatter the dim may be any, since XLA
+    lays it out first."""
+    common = sorted((name, str(value)) for name, value in params.items() if not name.endswith("_dimension"))
+    return f"{common} {aval.dtype}"
 
 
 def _all_to_all(program: Builder, params: Any, value: int, aval: Any, key: str) -> int:

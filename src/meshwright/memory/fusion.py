@@ -327,7 +327,8 @@ class Fusion:
         if all(user.position in in_products or (user.multiplies and not user.convolution) for user in users):
             in_products.add(kernel.position)
         if self._on_gpu:
-            if self._is_dear_to_read(value, large, readers):
+            is_slice = kernel.operation.name.endswith("slice")  # of what it is taken from no more is read
+            if not is_slice and self._is_dear_to_read(value, large, readers):
                 return True
             if not any(self._is_normalisation(user) for user in users):
                 return False  # each reader computes it, across reductions too: that saves traffic

@@ -2,16 +2,16 @@
 
 XLA's GPU and TPU backends try three orders and take the one that needs the least memory (`DefaultMemoryScheduler`): the
 greedy one, the depth-first one, and the one that is depth-first into those operands first that take most to make, so
-that what is cheap to compute again is not there until it is read. Programs of GPUs since Hopper are ordered again
-after that (`latency_hiding`). XLA's CPU backend runs kernels breadth-first: each as soon as its operands
-exist, in the order they became ready (for parallelism, not for memory; so recomputation and updates run as early as
-they can). A donated argument that is still to be read by a kernel not ordered before the output that takes over its
-buffer is copied when the program starts.
+that what is cheap to compute again is not there until it is read; by which count it takes one on GPUs before Hopper,
+`liveness` says. Programs of GPUs since Hopper are ordered again after that (`latency_hiding`). XLA's CPU backend runs
+kernels breadth-first: each as soon as its operands exist, in the order they became ready (for parallelism, not for
+memory; so recomputation and updates run as early as they can). A donated argument that is still to be read by a kernel
+not ordered before the output that takes over its buffer is copied when the program starts.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -211,18 +211,33 @@ def _post_order(
 
 def _effort(program: Program, kernels: list[Kernel]) -> dict[int, tuple[int, int]]:
     """By position of each kernel what it takes to make its results, as XLA counts it: readers beside the first one, and
-    bytes, of it and of all that it needs, once for each way on which it does; at most those of the whole program."""
-    producer = {value: kernel.position for kernel in kernels for value in kernel.writes}
-    readers = {position: len(found) for position, found in _readers(program, kernels).items()}
+    bytes, of it and of all that it needs, once for each way on which it does; at most those of the whole program. What
+    takes one of several results of a kernel is an instruction of its own there.
+
+    Args:
+      program: theirs.
+      kernels: in the order in which XLA counts: what is counted late may count more.
+    """
+    producer = {value: kernel for kernel in kernels for value in kernel.writes}
+    users = Counter(value for kernel in kernels for value in kernel.uses)
+    users.update(dict.fromkeys(program.outputs, 1))
+    several = [kernel for kernel in kernels if len(kernel.writes) > 1]
+    most = len(kernels) + len(program.arguments) + sum(len(kernel.writes) for kernel in several)
     found: dict[int, tuple[int, int]] = {}
     written_bytes = 0
     for kernel in kernels:
         mine = sum(program.values[value].size_bytes for value in kernel.writes)
         written_bytes += mine
-        before = [found[position] for position in {producer[value] for value in kernel.uses if value in producer}]
-        shared = max(readers[kernel.position] - 1, 0) + sum(behind for behind, _ in before)
-        size = mine + sum(size for _, size in before)
-        found[kernel.position] = min(shared, len(kernels)), min(size, written_bytes)
+        read = [users[value] for value in kernel.writes if users[value]]
+        shared = max((read[0] if len(kernel.writes) == 1 and read else len(read)) - 1, 0)
+        size = mine
+        made = [value for value in kernel.uses if value in producer]
+        for value in made:
+            maker = producer[value]
+            behind, its_size = found[maker.position]
+            shared += behind + (users[value] - 1 if len(maker.writes) > 1 else 0)
+            size += its_size
+        found[kernel.position] = min(shared, most), min(size, written_bytes)
     return found
 
 
@@ -306,6 +321,7 @@ def depth_first(program: Program, kernels: list[Kernel], copied: set[int]) -> li
 
 def heaviest_first(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:
     """The same, of a kernel's operands first those that take most to make."""
+    kernels = _post_order(program, kernels)  # in which XLA counts as well: what it counts last may be the most
     return [*sorted(copied), *_post_order(program, kernels, _effort(program, kernels))]
 
 

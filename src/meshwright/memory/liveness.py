@@ -5,7 +5,8 @@ The compiler's own steps are modelled one by one, with no constant fitted to a p
 * `fusion` decides which values exist.
 * Kernels run in the order of the backend they are for (`kernel_order`): on the CPU each as soon as its operands exist,
   elsewhere so that little memory is needed, and on GPUs since Hopper so that collectives run beside compute
-  (`latency_hiding`, after `multi_output` has joined kernels).
+  (`latency_hiding`). On GPUs `multi_output` has joined kernels before. Of its three orders for little memory XLA takes
+  one for the whole program, by a count of its own; on GPUs before Hopper it is modelled (`_counted`).
 * A donated argument, or a loop's carry, hands its buffer to its output. If some kernel that reads the old value is not
   forced to run before the output is written, the old value is copied first.
 * A result takes over the buffer of an operand that dies there, if both are equally large and the kernel reads it at the
@@ -20,10 +21,10 @@ Fragmentation is not modelled: XLA packs within a few per cent of the bytes aliv
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshwright._jax.dataflow import Kind, Program
+from meshwright._jax.dataflow import WIDE, WIDEST, Kind, Program
 from meshwright.memory.fusion import Fusion, Kernel
 from meshwright.memory.kernel_order import (
     breadth_first,
@@ -116,27 +117,88 @@ def _moments(first: int, last: int) -> int:
     return ((1 << (last - first + 1)) - 1) << (first + 1)
 
 
-def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
-    """Bytes of temporaries at the worst moment, and which those are."""
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """The kernels of a program that are to be ordered, the arguments that are copied, and by the position of a loop or
+    a branch those of its bodies."""
+
+    program: Program
+    kernels: list[Kernel]
+    copied: set[int]
+    bodies: dict[int, list[_Kernels]]
+
+
+def _kernels_of(program: Program) -> _Kernels:
     program = without_dead_code(program)
     program, kernels = without_equals(*without_views(program, Fusion(program).run()))
-    if program.platform == "gpu":
+    if program.platform in ("gpu", WIDE, WIDEST):
         kernels = with_several_results(program, kernels)
     if program.platform == "cpu":
         copied = copied_arguments(program, kernels)
     else:
         kernels, copied = readers_first(program, kernels)
-    inside = {
-        kernel.position: max(_temporaries(body)[0] for body in kernel.operation.bodies)
-        for kernel in kernels
-        if kernel.operation.bodies
-    }
+    bodies = {k.position: [*map(_kernels_of, k.operation.bodies)] for k in kernels if k.operation.bodies}
+    return _Kernels(program, kernels, copied, bodies)
+
+
+def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
+    """Bytes of temporaries at the worst moment, and which those are."""
+    return _in_best_order(_kernels_of(program))
+
+
+_Found = tuple[int, tuple[LiveBuffer, ...]]
+
+
+def _in_best_order(given: _Kernels) -> _Found:
+    program, kernels, copied = given.program, given.kernels, given.copied
+    if program.platform in (WIDE, WIDEST):
+        ordered = (_in_order(given, order) for order in (greedy, heaviest_first, depth_first))
+        return min(ordered, key=lambda one: one[0])[1]
+    inside = {position: max(_in_best_order(body)[0] for body in bodies) for position, bodies in given.bodies.items()}
     if program.platform == "cpu":
         return _peak(program, breadth_first(program, kernels, copied), inside)
     if program.platform == "gpu" and has_collectives(kernels):
         return _peak(program, latency_hiding(program, depth_first(program, kernels, copied)), inside)
     orders = (order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first))
     return min((_peak(program, order, inside) for order in orders), key=lambda found: found[0])
+
+
+_Order = Callable[[Program, list[Kernel], set[int]], list[Kernel | int]]
+
+
+def _in_order(given: _Kernels, order: _Order) -> tuple[int, _Found]:
+    """What a program needs whose kernels, those of loops too, are in one of the memory scheduler's orders: by its own
+    count, by which XLA chooses one for the whole program, and once buffers are taken over."""
+    inner = {
+        position: [_in_order(body, order) for body in bodies] for position, bodies in given.bodies.items()
+    }  # fmt: skip
+    steps = order(given.program, given.kernels, given.copied)
+    counted = _counted(given.program, steps, {at: max(one for one, _ in found) for at, found in inner.items()})
+    inside = {at: max(found[0] for _, found in bodies) for at, bodies in inner.items()}
+    return counted, _peak(given.program, steps, inside)
+
+
+def _counted(program: Program, order: list[Kernel | int], inside: Mapping[int, int]) -> int:
+    """Bytes at the worst moment as XLA's memory scheduler counts them: nothing is taken over, so that what a kernel
+    writes is there beside what it reads, a loop's stacks too (`HeapSimulator::MinimumMemoryForModule`). Arguments, and
+    the outputs that lie in their buffers, are the same in all orders, and left out."""
+    sizes = [value.size_bytes for value in program.values]
+    kept = {program.outputs[output] for _, output in program.kept}
+    last = {value: len(order) for value in program.outputs if value not in kept}
+    for moment, step in enumerate(order):
+        for value in (step,) if isinstance(step, int) else step.uses:
+            last[value] = max(moment, last.get(value, moment))
+    left = [0] * (len(order) + 2)
+    alive = most = 0
+    for moment, step in enumerate(order):
+        made = (step,) if isinstance(step, int) else step.writes
+        size = sum(sizes[value] for value in made)
+        for value in made:
+            left[min(moment if value in kept else last.get(value, moment), len(order))] += sizes[value]
+        within = 0 if isinstance(step, int) else inside.get(step.position, 0)
+        most = max(most, alive + max(size, within))
+        alive += size - left[moment]
+    return most
 
 
 def _peak(program: Program, order: list[Kernel | int], inside: Mapping[int, int]) -> tuple[int, tuple[LiveBuffer, ...]]:

@@ -4,8 +4,9 @@ Two kernels of arithmetic or reductions over as many elements become one where t
 reads what the other writes, unless a third would have to run between them (multi-output fusion). Sums, gathers and
 scatters of one group of devices become one up to 30 MiB, in program order (collective combiners).
 
-To an order for little memory it makes no difference, but it does to one that leaves some kernels to the end, as the
-latency-hiding scheduler does: activations that only gradients of weights read are computed beside the cotangents.
+An order that leaves some kernels to the end, as that of the latency-hiding scheduler, computes activations that only
+gradients of weights read beside the cotangents; and what is sent together is there until the last of it can be sent
+(the logits, for the loss, until the weights are new).
 
 Cost: one bit set of ancestors per kernel.
 """
