@@ -82,6 +82,9 @@ def test_the_search_counts_what_stages_keep(case: str, mesh: tuple[int, ...]) ->
 ONE_PROGRAM = {
     "gpt": lambda: gpt.build(replace(SMALL, sequence=256, hidden=512, heads=8, layers=4)),
     "gpt, bfloat16": lambda: gpt.build(replace(SMALL, sequence=256, hidden=512, heads=8, layers=4, dtype="bfloat16")),
+    "gpt, bfloat16, many samples": lambda: gpt.build(
+        replace(SMALL, global_batch=128, sequence=512, hidden=256, heads=8, layers=4, dtype="bfloat16")
+    ),
     "wide resnet": lambda: zoo.build("wresnet-250m", global_batch=64),
 }
 
@@ -92,6 +95,7 @@ ONE_PROGRAM = {
         pytest.param("gpt", "dgx-a100-80", marks=pytest.mark.slow),
         ("gpt, bfloat16", "dgx-a100-80"),
         ("gpt, bfloat16", "tpu-v5e:8"),
+        ("gpt, bfloat16, many samples", "p3.16xlarge"),  # multiplies bfloat16 as float32
         pytest.param("wide resnet", "dgx-a100-80", marks=pytest.mark.slow),
     ],
 )

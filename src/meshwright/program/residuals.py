@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from .._jax.dataflow import MEGACORE
+from .._jax.dataflow import CHEAP_BEFORE_AMPERE, MEGACORE, WIDEST
 from .graph import Graph, Operator, Path, once_for_each
 
 # The derivative reads no operand (index operands, which have no derivative of their own, excepted).
@@ -217,7 +217,7 @@ def kept_inputs(graph: Graph) -> frozenset[int]:
 def kept_in_one_program(graph: Graph, platform: str = "cpu") -> frozenset[int]:
     """What `kept_values` are where forward and backward pass are one program. The products of a TPU compute their
     operands from whatever is stored, in both passes; but sums that others read too are stored, and chips of two cores
-    store divisions for products.
+    store divisions for products. GPUs before Ampere round nothing, and make again what their memory is slower for.
 
     Args:
       graph: of the program.
@@ -225,7 +225,24 @@ def kept_in_one_program(graph: Graph, platform: str = "cpu") -> frozenset[int]:
     """
     if platform == MEGACORE:
         return _kept_by_two_cores(graph)
+    if platform == WIDEST:
+        return _kept_before_ampere(graph)
     return _kept_by_tpu(graph) if platform == "tpu" else _kept_in_one_program(graph)
+
+
+def kept_itemsize(graph: Graph, value: int, platform: str) -> float:
+    """Bytes of an element of what one program keeps of a value for its backward pass: GPUs that multiply bfloat16 as
+    float32 keep operands of products so, but in loops, which keep what the program has.
+
+    Args:
+      graph: of the program.
+      value: that an operator of it makes.
+      platform: of the devices, as `Device.compiler`.
+    """
+    of, maker = graph.values[value], graph.operators[graph.producer[value][0]]
+    if platform != WIDEST or of.dtype != "bfloat16" or len(maker.path) > 1:
+        return of.itemsize
+    return 4.0 if any(graph.operators[user].matmul for user, _ in graph.consumers.get(value, ())) else of.itemsize
 
 
 @once_for_each
@@ -297,6 +314,11 @@ def is_divided_for_products(graph: Graph, operator: Operator) -> bool:
 
 
 @once_for_each
+def _kept_before_ampere(graph: Graph) -> frozenset[int]:
+    return _heads(graph, lambda operator: is_fusible(operator) and _is_made_twice(graph, operator, wide=True))[0]
+
+
+@once_for_each
 def _kept_in_one_program(graph: Graph) -> frozenset[int]:
     return _heads(graph, lambda operator: is_fusible(operator) and _is_made_twice(graph, operator))[0]
 
@@ -312,7 +334,7 @@ def is_had_again(graph: Graph, value: int, *, one_program: bool, platform: str =
       platform: of the devices, as `Device.compiler`.
     """
     if one_program and not platform.startswith("tpu"):
-        return value in kept_in_one_program(graph)
+        return value in kept_in_one_program(graph, platform)
     stored = kept_values(graph) | kept_inputs(graph)
     stack = [value]
     while stack:
@@ -329,8 +351,9 @@ def is_had_again(graph: Graph, value: int, *, one_program: bool, platform: str =
     return True
 
 
-def _is_made_twice(graph: Graph, operator: Operator) -> bool:
-    """Whether a compiler that has both passes at hand fuses a cheap operator into the readers of both."""
+def _is_made_twice(graph: Graph, operator: Operator, *, wide: bool = False) -> bool:
+    """Whether a compiler that has both passes at hand fuses a cheap operator into the readers of both; `wide` of GPUs
+    that round nothing (`kept_itemsize`), and whose memory is slow for their arithmetic."""
     if len(operator.path) > 1:
         return True  # in the body of a loop a policy says so
     results = [v for v in operator.results if v is not None]
@@ -344,8 +367,8 @@ def _is_made_twice(graph: Graph, operator: Operator) -> bool:
         return True
     readers = (graph.operators[user].name for v in results for user, _ in graph.consumers.get(v, ()))
     written = any(not is_cheap(name) and name not in FUSED_BEFORE for name in readers)
-    rounded = narrow and operator.name != "select_n"
-    return not (written or rounded or operator.name in DEAR)
+    rounded = narrow and not wide and operator.name != "select_n"
+    return not (written or rounded or operator.name in (DEAR - CHEAP_BEFORE_AMPERE if wide else DEAR))
 
 
 @once_for_each

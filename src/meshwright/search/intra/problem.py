@@ -21,7 +21,7 @@ from ...cluster import Device, LogicalMesh
 from ...cost.compute import elementwise_seconds
 from ...program.graph import Graph, Operator, once_for_each
 from ...program.origins import dim_origins, operator_origins
-from ...program.residuals import is_stored
+from ...program.residuals import is_stored, kept_itemsize
 from ...sharding import Spec
 from ...solve import Problem, Solution, solve
 from ..prices.choices import (
@@ -363,8 +363,10 @@ class IntraOpProblem:
         return trips_of(operator, value)
 
     def _kept_bytes(self, index: int, specs: SpecRow) -> np.ndarray:
-        trips = self.trips(self.graph.operators[self.graph.producer[index][0]], index)
-        return trips * self.local_bytes(index, specs)
+        times = self.trips(self.graph.operators[self.graph.producer[index][0]], index)
+        if self.is_one_program:
+            times *= kept_itemsize(self.graph, index, self.prices.device.compiler) / self.graph.values[index].itemsize
+        return times * self.local_bytes(index, specs)
 
     def local_bytes(self, index: int, specs: SpecRow) -> np.ndarray:
         """Bytes of a value on one device, by how it is split."""
