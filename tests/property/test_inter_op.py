@@ -298,12 +298,12 @@ def test_objectives_are_seldom_much_less_than_the_simulated_step(orders: tuple[O
 
 
 # The slowest blocks are left to `make test-all`.
-@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4))])
 def test_no_plan_that_fits_is_simulated_to_take_less_than_is_bounded(block: int) -> None:
     """Layouts that keep less take longer; what is in flight says which of them fit. Some stages read nothing of the one
     before them."""
     binding = 0
-    for seed in range(8 * block, 8 * block + 8):
+    for seed in range(16 * block, 16 * block + 16):
         generator = np.random.default_rng(seed)
         problem, layouts = random_problem(seed, "adaptive"), {}
         limit = float(generator.choice([6.0, 10.0]))
@@ -344,7 +344,7 @@ def test_no_plan_that_fits_is_simulated_to_take_less_than_is_bounded(block: int)
                     best[binds] = min(best[binds], taken.step_seconds if taken is not None else inf)
             assert least <= best[True] * (1 + 1e-9), (seed, order)
             binding += isfinite(best[True]) and best[True] > best[False] * (1 + 1e-9)
-    assert binding > 1, "where memory does not bind little is tested"
+    assert binding > 3, "where memory does not bind little is tested"
 
 
 @pytest.mark.parametrize("order", ORDERS)

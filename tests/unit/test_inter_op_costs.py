@@ -392,6 +392,28 @@ def test_what_is_certain_of_a_free_stage_is_of_no_price() -> None:
             assert best.objective <= solution.objective * (1 + 1e-9) <= best.objective * 1.02
 
 
+def test_layouts_that_time_cut_short_are_solved_again_where_there_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search is run again and again, each time with time of its own."""
+    left, priced = [-1.0], LimitedProblem.priced
+
+    def in_time(self: Any, prices: Any, *, time_limit_seconds: float, **options: Any) -> Any:
+        found = priced(self, prices, time_limit_seconds=time_limit_seconds, **options)
+        return found if time_limit_seconds > 5.0 else [replace(one, share=0.5) for one in found]
+
+    monkeypatch.setattr(LimitedProblem, "priced", in_time)
+    costs = costs_of("gpt-tiny", left_seconds=lambda: left[0])
+    place = Place(0, len(costs.program.layers), costs.solver.kind_of[Submesh(0, 8)], 0)
+    cut_short = costs.solver.free(place, "none")
+    assert cut_short is not None
+    assert cut_short.certain_share == 0.5
+    left[0] = 60.0
+    solved = costs.solver.free(place, "none")
+    assert solved is not None
+    assert solved.certain_share >= 1 - costs.solver.gap
+    left[0] = -1.0
+    assert costs.solver.free(place, "none") is solved
+
+
 def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
     """Forests find it, or the general solver does: within a percent of the best, and what is proven is below that."""
     costs, fresh, bounded = costs_of("gpt-tiny", "p3.16xlarge:2"), costs_of("gpt-tiny", "p3.16xlarge:2"), 0
@@ -402,7 +424,7 @@ def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
         problem, _, _ = costs.solver.problem(place, "none")
         free = costs.solver.free(place, "none")
         least, most = problem.least_bytes.held(2), free.held_bytes(2)
-        for share in (0.2, 0.6, 1.0):
+        for share in (0.2, 0.4, 0.6, 0.8, 1.0):
             limit = least + share * (most - least)
             problem.in_flight = 2
             best = problem.solve(limit).solution

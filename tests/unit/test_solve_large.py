@@ -50,8 +50,8 @@ def test_bounds_agree_with_elimination(benchmark: ModuleType) -> None:
 
 
 def test_a_binding_limit(benchmark: ModuleType) -> None:
-    free = solve(benchmark.three_axes(8, states=5, tightness=None))
-    problem = benchmark.three_axes(8, states=5, tightness=0.05)
+    free = solve(benchmark.three_axes(8, tightness=None))
+    problem = benchmark.three_axes(8, tightness=0.05)
     assert not problem.fits(problem.memory_of(free.choices))
     close, exact = solve(problem, gap=1e-3), solve(problem)
     assert "narrow" in exact.method

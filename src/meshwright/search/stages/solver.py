@@ -222,7 +222,10 @@ class StageSolver:
             self._free[key] = found
         if key not in self._free:
             (one,) = self.priced(place, remat, [(0.0, 1)], gap=self.gap)
-            self._free[key] = one[0].certain(one[1]) if one is not None else None
+            found = one[0].certain(one[1]) if one is not None else None
+            if (found is None or found.certain_share < 1 - self.gap) and self._left_seconds() < 0:
+                return found  # cut short: a later run, with time of its own, is to solve it to the end
+            self._free[key] = found
         return self._free[key]
 
     def _freely(self, place: Place, remat: str) -> SolvedStage | None:
