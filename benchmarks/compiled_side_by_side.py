@@ -47,7 +47,7 @@ from meshwright._jax.hlo_schedule import read_schedule
 from meshwright.compilers.facts import compiled_traffic
 from meshwright.compilers.targets import target_devices
 from meshwright.runtime.executable import executable
-from meshwright.zoo import gpt, llama, moe
+from meshwright.zoo import decoder, gpt, moe
 
 # Model, cluster, samples. A model named `NAME-scan` has its layers as a scan.
 ROWS: tuple[tuple[str, str, int], ...] = (
@@ -91,7 +91,7 @@ def target_of(name: str, batch: int, *, remat: bool = False) -> zoo.Target:
 @contextmanager
 def _constrained(rows: NamedSharding) -> Iterator[None]:
     """Inside, what a transformer normalises has this sharding: the line that its author would write in the model."""
-    norms = [(gpt, "layer_norm"), (moe, "layer_norm"), (llama, "rms_norm")]
+    norms = [(gpt, "layer_norm"), (moe, "layer_norm"), (decoder, "rms_norm")]
     plain = [getattr(module, name) for module, name in norms]
 
     def held(norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

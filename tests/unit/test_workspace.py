@@ -21,12 +21,13 @@ from meshwright.lowering.written_out import written_out
 from meshwright.memory.liveness import predict
 from meshwright.program.residuals import kept_in_one_program, kept_values
 from meshwright.program.segments import rematerialise
-from meshwright.program.staged import StagedProgram, staged_program
+from meshwright.program.staged import StagedProgram, staged_program, whole_program
 from meshwright.program.trace import trace_program
 from meshwright.program.traces import traces_of
 from meshwright.search.intra.parameters import ParameterInfo, parameter_infos
 from meshwright.search.intra.workspace import workspace_of, worst_moments
 from meshwright.search.pipelines.driver import StageRequest, search_stages
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.zoo import gpt, llama
 
 FLOAT = 4
@@ -256,3 +257,38 @@ def test_the_search_counts_what_stages_hold(case: str, remat: str, mesh: tuple[i
     for counted, stage in zip(plan.stages, traced.stages, strict=True):
         assert counted.memory.workspace > 0
         assert 0.9 * stage.memory.total < counted.memory.total < 1.1 * stage.memory.total
+
+
+def behind_the_first_dim(params: Any, batch: Any) -> Any:
+    """Layers are the second dim of the weights, as of a scan of Flax over another axis than the first."""
+
+    def layer(x: Any, row: Any) -> Any:
+        narrow = {name: weight.astype(jnp.bfloat16) for name, weight in row.items()}
+        return x + jnp.tanh(x @ narrow["a"]) @ narrow["b"], None
+
+    def loss(weights: Any, batch: Any) -> Any:
+        rows = jax.tree.map(lambda one: jnp.moveaxis(one, 1, 0), weights)
+        return jnp.mean((jax.lax.scan(jax.checkpoint(layer), batch["x"], rows)[0] - batch["y"]) ** 2)
+
+    value, grads = value_and_grad(loss)(params, batch)
+    return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(("cluster", "beside"), [("dgx-a100-80", 1.0), ("tpu-v5e:8", 0.5)])
+def test_stacks_of_another_order_are_gathered_row_by_row_and_there_once_more(
+    zero: int, cluster: str, beside: float
+) -> None:
+    """GPUs copy what is transposed for a loop; TPUs need no copy for that, but have all rows in bfloat16."""
+    weights = {name: jax.ShapeDtypeStruct((512, 16, 512), jnp.float32) for name in "ab"}
+    batch = {name: jax.ShapeDtypeStruct((64, 512), jnp.bfloat16) for name in "xy"}
+    program = traces_of(behind_the_first_dim).program((weights, batch), microbatches=1)
+    request = StageRequest(
+        programs=[whole_program(program)], parameters=parameter_infos(program), cluster=load_cluster(cluster),
+        constraints=Constraints(zero=zero), alone=True, mesh=[("x", (8,))],
+    )  # fmt: skip
+    plan = search_stages(request).plan
+    held = written_out(plan, program, load_cluster(cluster).device.compiler).stages[0].memory.total
+    assert 0.95 * held < plan.stages[0].memory.total < 1.1 * held
+    parameters = sum(one.size * FLOAT for one in weights.values()) / (8 if zero == 3 else 1)
+    assert 0 < held - (2 + beside) * parameters < 0.5 * parameters

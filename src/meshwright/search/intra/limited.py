@@ -135,6 +135,9 @@ class LimitedProblem(IntraOpProblem):
             self._hold_around(rows, moment, 1 / len(workspace.moments))
         for value in sorted(again.keys() & self._defines.keys()):
             self._hold(rows, value, again[value] / len(workspace.moments))
+        for value in workspace.stacks.keys() & self._defines.keys():
+            node, specs = self._defines[value]
+            rows[node] += workspace.stacks[value] * self.local_bytes(value, specs)
         if workspace.weight is not None:
             node = self.input_node[workspace.weight]
             rows[node] += workspace.gradient_bytes / self.prices.shards(self.parameter_prices[node].uses)

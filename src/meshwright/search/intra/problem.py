@@ -29,6 +29,7 @@ from ..prices.choices import (
     ParameterChoice,
     operator_choices,
     parameter_choices,
+    reads_rows,
     spec_choices,
     values_of_parameters,
 )
@@ -386,7 +387,7 @@ class IntraOpProblem:
         """A table of conversions without those that gather the rows of parameters before the loop that reads them: the
         memory of all trips' rows is not in the model. They are gathered trip by trip, or once a step where a
         parameter's storage and use differ."""
-        if index not in self.of_parameters or all(reader.name != "scan_slice" for reader in readers):
+        if index not in self.of_parameters or not any(reads_rows(self.graph, reader) for reader in readers):
             return table
         return np.where(self.prices.shards(sources)[:, None] > self.prices.shards(targets), np.inf, table)
 

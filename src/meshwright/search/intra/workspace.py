@@ -67,12 +67,15 @@ class Workspace:
       moments: the worst, of which the mean counts.
       weight: the input with the largest gradient, by its value; None where nothing has to be added to it.
       gradient_bytes: of that gradient, and a cast of the weight where there is one, of all devices together.
+      stacks: of whose rows a loop reads what it makes of parameters, and how often they are there beside the parameter
+        and its gradient.
       bytes: of it all, of all devices together.
     """
 
     moments: tuple[Moment, ...]
     weight: int | None
     gradient_bytes: float
+    stacks: Mapping[int, float]
     bytes: float
 
 
@@ -100,8 +103,10 @@ def workspace_of(graph: Graph, *, microbatches: int, is_one_program: bool = Fals
     """
     moments = worst_moments(graph, is_one_program=is_one_program, platform=platform)
     weight, gradient_bytes = _largest_gradient(graph) if microbatches > 1 else (None, 0.0)
+    stacks = _stacks(graph, platform)
     total = gradient_bytes + sum(moment.bytes(graph) for moment in moments) / max(len(moments), 1)
-    return Workspace(moments=moments, weight=weight, gradient_bytes=gradient_bytes, bytes=total)
+    total += sum(times * graph.values[value].bytes for value, times in stacks.items())
+    return Workspace(moments=moments, weight=weight, gradient_bytes=gradient_bytes, stacks=stacks, bytes=total)
 
 
 def worst_moments(graph: Graph, *, is_one_program: bool = False, platform: str = "cpu") -> tuple[Moment, ...]:
@@ -199,6 +204,42 @@ def _around(
                 continue
             around[value] = 1.0 + float(value not in kept and value not in again)
     return around
+
+
+def _stacks(graph: Graph, platform: str) -> dict[int, float]:
+    """Stacks of parameters, or of what is made of them, of which a loop reads rows, as far as they are there beside the
+    parameters and their gradients: how often each."""
+    of_parameters, found = values_of_parameters(graph), dict[int, float]()
+    for operator in graph.operators:
+        value = operator.operands[0] if operator.name == "scan_slice" else None
+        if value is not None and value in of_parameters:
+            times = _narrowed(graph, operator) if platform.startswith("tpu") else _transposed(graph, value)
+            if times > 0:
+                found[value] = times
+    return found
+
+
+def _narrowed(graph: Graph, rows: Operator) -> float:
+    """Of a stack the share that all of its rows take in fewer bits: TPUs make them before a loop that reads them so. (A
+    stack in another order of dims is no copy there: there is a layout for it.)"""
+    made = [v for v in rows.results if v is not None]
+    casts = [graph.operators[user] for v in made for user, _ in graph.consumers.get(v, ())]
+    if not casts or any(one.name != "convert_element_type" for one in casts):
+        return 0.0
+    itemsize = max(graph.values[v].itemsize for one in casts for v in one.results if v is not None)
+    share = itemsize / graph.values[made[0]].itemsize
+    return share if share < 1 else 0.0
+
+
+def _transposed(graph: Graph, stack: int) -> float:
+    """How often a stack of parameters is there that is transposed for its loop (Flax's scans over another axis than the
+    first): a copy, and its gradient, which takes the place of the parameter's where it is as large."""
+    source, copied = stack, False
+    while source in graph.producer and graph.operators[graph.producer[source][0]].name in _SAME_WEIGHT:
+        maker = graph.operators[graph.producer[source][0]]
+        copied |= maker.name == "transpose"
+        (source,) = (v for v in maker.operands[:1] if v is not None)
+    return (2 - graph.values[source].itemsize / graph.values[stack].itemsize) * copied
 
 
 def _largest_gradient(graph: Graph) -> tuple[int | None, float]:

@@ -9,6 +9,7 @@ from itertools import combinations, product
 
 from ...program.dependence import values_of_data
 from ...program.graph import Graph, Operator, once_for_each
+from ...program.residuals import is_cheap
 from ...sharding import Algorithm, Spec, Splits, algorithms_in, shared_algorithms_in, splits_of
 from .spec_row import SpecRow
 
@@ -67,6 +68,22 @@ def _operator_choices(splits: Splits, moving: tuple[bool, ...], shared: bool, co
 def values_of_parameters(graph: Graph) -> frozenset[int]:
     """Values that depend on parameters and on no other input."""
     return frozenset(v.index for v in graph.values if not v.constant) - values_of_data(graph)
+
+
+def reads_rows(graph: Graph, operator: Operator) -> bool:
+    """Whether an operator makes of parameters what a loop reads row by row: the loop's slice, or what is moved or cast
+    before it (a stack whose layers are not its first dim)."""
+    return operator.name == "scan_slice" or not _stacks(graph).isdisjoint(operator.results)
+
+
+@once_for_each
+def _stacks(graph: Graph) -> frozenset[int]:
+    """Values of parameters, made outside of loops by what is cheap, of which loops read rows."""
+    of_parameters, found = values_of_parameters(graph), set[int | None]()
+    for operator in reversed(graph.operators):
+        if operator.name == "scan_slice" or (is_cheap(operator.name) and not found.isdisjoint(operator.results)):
+            found |= of_parameters.intersection(operator.operands) - set(graph.inputs)
+    return frozenset(v for v in found if v is not None)
 
 
 def spec_choices(shape: Sequence[int], sizes: Mapping[str, int], *, broadcast: bool) -> tuple[Spec, ...]:
