@@ -67,7 +67,10 @@ def _rows() -> tuple[Row, ...]:
         found += [
             ("gemma.py:gemma3_1b", "tpu-v5e:8", 64, ""), ("nanogpt.py:gpt2_medium", "tpu-v5e:16", 64, ""),
             ("nanogpt.py:gpt2_medium", "dgx-h100:1", 64, ""), ("bert.py:bert_large", "dgx-a100-40:1", 256, ""),
-            ("unet.py:unet", "dgx-a100-40:2", 256, ""),
+            ("unet.py:unet", "dgx-a100-40:2", 256, ""), ("maxtext_decoders.py:llama2_7b", "dgx-h100:4", 64, ""),
+            ("maxtext_decoders.py:llama2_7b", "dgx-h100:4", 64, "zero(stage=3)"),
+            ("maxtext_decoders.py:mixtral_8x7b", "dgx-h100:4", 64, ""), ("gptj.py:gptj_6b", "dgx-a100-80:2", 64, ""),
+            ("nanogpt.py:gpt2_xl", "dgx-a100-40:1", 64, ""),
         ]  # fmt: skip
     return tuple(found)
 
@@ -128,7 +131,9 @@ def run_row(row: Row, folder: Path) -> None:
 
     def compile_it() -> None:
         try:
-            lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
+            # Some programs have flags of their own, by which only some modules are written.
+            wanted = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_hlo_module_re": ".*"}
+            lowered.compile(compiler_options=wanted)
         except Exception as error:  # shown as the row's failure
             errors.append(str(error)[:300])
 
