@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 MEGACORE = "tpu megacore"
 """The platform of TPUs whose chips are two cores that run one program (v4, v5p)."""
@@ -70,6 +71,15 @@ class Value:
     rank: int
 
 
+class Spread(NamedTuple):
+    """The devices of a collective: of each of its equal groups, how many groups there are, and how many devices of the
+    first one are on its first host."""
+
+    devices: int
+    groups: int
+    on_host: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One operation; `reads` and `writes` index the program's values.
@@ -81,6 +91,7 @@ class Operation:
       library: a kernel library can take it in beside a reduction.
       flops: of a matrix product or a convolution.
       group: of a collective: those of one name and group may be sent together.
+      spread: of a collective: the devices that take part, where they are known.
       kept: for loops, pairs (position in `reads`, position in `writes`) that share one buffer.
       bodies: the programs of a loop or branch.
     """
@@ -93,6 +104,7 @@ class Operation:
     library: bool = False
     flops: float = 0.0
     group: str = ""
+    spread: Spread | None = None
     kept: tuple[tuple[int, int], ...] = ()
     bodies: tuple[Program, ...] = ()
 

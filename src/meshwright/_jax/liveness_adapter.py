@@ -68,7 +68,7 @@ def dataflow_of(
 
 
 def program_of(
-    closed: Any, donated: Sequence[bool] = (), *, partitioned: bool = False, platform: str = "cpu",
+    closed: Any, donated: Sequence[bool] = (), *, mesh: Mapping[str, int] | None = None, platform: str = "cpu",
     host_inputs: Collection[int] = (), host_outputs: Collection[int] = (), is_body: bool = False,
 ) -> Program:  # fmt: skip
     """The memory model's program of a closed jaxpr.
@@ -76,7 +76,7 @@ def program_of(
     Args:
       closed: the traced program.
       donated: for each of its inputs, whether its buffer may be taken over; none by default.
-      partitioned: whether it is the body of a `shard_map` already.
+      mesh: the axes of the `shard_map` whose body it is, in order, with their sizes; None where it is none.
       platform: whose compiler orders and fuses it: "cpu", "gpu" or "tpu".
       host_inputs: positions of inputs in the host's memory: on the device from where they are first read.
       host_outputs: positions of results that go there: on the device until they have been computed.
@@ -87,8 +87,8 @@ def program_of(
     """
     hosted = [i in host_inputs for i in range(len(open_jaxpr(closed).invars))]
     given = list(zip([*donated, *(False for _ in hosted[len(donated) :])], hosted, strict=True))
-    jaxpr, given, partitioned = _unwrapped(open_jaxpr(closed), given, partitioned)
-    reader = _Reader(partitioned=partitioned, platform=platform)
+    jaxpr, given, mesh = _unwrapped(open_jaxpr(closed), given, mesh)
+    reader = _Reader(mesh=mesh, platform=platform)
     there = {var for var, (_, is_hosted) in zip(jaxpr.invars, given, strict=True) if is_hosted}
     inputs = [var for var in (*jaxpr.constvars, *jaxpr.invars) if var not in there]
     arguments = [reader.value(var.aval) for var in inputs]
@@ -109,8 +109,10 @@ _Flags = tuple[bool, bool]
 """Of one input of a program: (is donated, is in the host's memory)."""
 
 
-def _unwrapped(jaxpr: Any, flags: list[_Flags], partitioned: bool) -> tuple[Any, list[_Flags], bool]:
-    """The body of a jaxpr that is nothing but one call, with the flags of the body's inputs."""
+def _unwrapped(
+    jaxpr: Any, flags: list[_Flags], mesh: Mapping[str, int] | None
+) -> tuple[Any, list[_Flags], Mapping[str, int] | None]:
+    """The body of a jaxpr that is nothing but one call, with the flags of the body's inputs, and its mesh."""
     given: dict[Any, _Flags]
     while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in ("shard_map", "jit", "pjit"):
         (call,) = jaxpr.eqns
@@ -118,9 +120,10 @@ def _unwrapped(jaxpr: Any, flags: list[_Flags], partitioned: bool) -> tuple[Any,
             break
         given = dict(zip(jaxpr.invars, flags, strict=True))
         flags = [(False, False) if is_literal(a) else given.get(a, (False, False)) for a in call.invars]
-        partitioned = partitioned or call.primitive.name == "shard_map"
+        if call.primitive.name == "shard_map":
+            mesh = dict(call.params["mesh"].shape)
         jaxpr = open_jaxpr(call.params["jaxpr"])
-    return jaxpr, flags, partitioned
+    return jaxpr, flags, mesh
 
 
 def _matched(
@@ -179,7 +182,7 @@ class _Reader(Builder):
             return self._while(equation, operands)
         if name == "cond":
             bodies = tuple(
-                program_of(branch, partitioned=self.partitioned, platform=self.platform, is_body=True)
+                program_of(branch, mesh=self.mesh, platform=self.platform, is_body=True)
                 for branch in params["branches"]
             )
             return self.emit(Kind.BRANCH, name, operands, avals, bodies=bodies)
@@ -296,7 +299,7 @@ class _Reader(Builder):
     def _scan(self, equation: Any, reads: list[int]) -> tuple[int, ...]:
         parts = scan_parts(equation)
         body, consts, carries = open_jaxpr(parts.body), parts.num_consts, parts.num_carry
-        inner = _Reader(partitioned=self.partitioned, platform=self.platform)
+        inner = _Reader(mesh=self.mesh, platform=self.platform)
         outer_avals = [var.aval for var in equation.outvars]
         arguments = [inner.value(var.aval) for var in body.invars[: consts + carries]]
         made_inside: dict[int, int] = {}
@@ -457,7 +460,7 @@ class _Reader(Builder):
         carries = len(equation.outvars)
         kept = tuple((consts + rank, rank) for rank in range(carries))
         jaxpr = equation.params["body_jaxpr"]
-        body = program_of(jaxpr, partitioned=self.partitioned, platform=self.platform, is_body=True)
+        body = program_of(jaxpr, mesh=self.mesh, platform=self.platform, is_body=True)
         body = replace(body, kept=kept)
         avals = [var.aval for var in equation.outvars]
         return self.emit(Kind.LOOP, "while", reads[skipped:], avals, kept=kept, bodies=(body,))

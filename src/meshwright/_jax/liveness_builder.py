@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,12 +72,13 @@ class Builder:
     """Collects values and operations of one program.
 
     Args:
-      partitioned: the program runs inside a `shard_map`, which sends it through XLA's partitioned pipeline.
+      mesh: the axes of the `shard_map` that the program runs in, which sends it through XLA's partitioned pipeline, in
+        order, with their sizes; None for none.
       platform: whose compiler it is for: "cpu", or another, which has none of the CPU's habits.
     """
 
-    def __init__(self, *, partitioned: bool, platform: str) -> None:
-        self.partitioned = partitioned
+    def __init__(self, *, mesh: Mapping[str, int] | None, platform: str) -> None:
+        self.mesh = mesh
         self.platform = platform
         self.on_tpu, self.on_gpu = platform.startswith("tpu"), platform.startswith("gpu")
         self.barriers_hold = _BARRIERS_HOLD or platform != "cpu"
@@ -327,7 +328,7 @@ class Builder:
         dividend, divisor = self.source.get(reads[0]), self.source.get(reads[1])
         while dividend is not None and dividend.kind is Kind.VIEW:
             dividend = self.source.get(dividend.reads[0])
-        if self.partitioned and dividend is not None and dividend.kind is Kind.CONTRACT:
+        if self.mesh is not None and dividend is not None and dividend.kind is Kind.CONTRACT:
             return None
         if divisor is None or divisor.kind is not Kind.BROADCAST or not divisor.reads:
             return None

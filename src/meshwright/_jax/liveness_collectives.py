@@ -9,15 +9,20 @@ A collective is a kernel of its own, but rarely alone:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshwright._jax.dataflow import COLLECTIVES, Kind
+from meshwright._jax.dataflow import COLLECTIVES, Kind, Spread
 from meshwright._jax.liveness_builder import NARROW, Builder
 
 NAMES = COLLECTIVES - {"ppermute"}
+
+# Devices of a host, as XLA takes it for GPUs (`gpus_per_node` of its sol_gpu_cost_model.cc).
+_OF_A_HOST = 8
 
 
 def add_collective(program: Builder, equation: Any, position: int, value: int) -> int:
@@ -37,12 +42,12 @@ def _moved(program: Builder, name: str, params: Any, value: int, aval: Any, key:
         return _all_to_all(program, params, value, aval, key)
     dim = params.get("all_gather_dimension", params.get("scatter_dimension", 0))
     if not dim or not params.get("tiled", True):
-        return program.emit(Kind.OPAQUE, name, [value], [aval], key=key, group=_group(params, aval))[0]
+        return program.emit(Kind.OPAQUE, name, [value], [aval], key=key, **_who(program, params, aval))[0]
     rank = len(aval.shape)
     first = [dim, *(d for d in range(rank) if d != dim)]
     turned = jax.ShapeDtypeStruct(tuple(aval.shape[d] for d in first), aval.dtype)
-    group = _group(params, aval)
-    (result,) = program.emit(Kind.OPAQUE, name, [program.arranged(value, first)], [turned], key=key, group=group)
+    who = _who(program, params, aval)
+    (result,) = program.emit(Kind.OPAQUE, name, [program.arranged(value, first)], [turned], key=key, **who)
     return program.arranged(result, [int(d) for d in np.argsort(first)])
 
 
@@ -53,13 +58,35 @@ def _group(params: Any, aval: Any) -> str:
     return f"{common} {aval.dtype}"
 
 
+def _who(program: Builder, params: Any, aval: Any) -> dict[str, Any]:
+    """What the operation says of the devices that take part."""
+    return {"group": _group(params, aval), "spread": _spread(params, program.mesh)}
+
+
+def _spread(params: Any, mesh: Mapping[str, int] | None) -> Spread | None:
+    """The devices of each group: those that differ along its axes alone, of a mesh in row-major order."""
+    axes = params.get("axes", params.get("axis_name", ()))
+    axes = {axes} if isinstance(axes, str) else set(axes)
+    if mesh is None or not axes <= set(mesh):
+        return None
+    first, stride, total = [0], 1, math.prod(mesh.values())
+    for axis, size in reversed(list(mesh.items())):
+        if axis in axes:
+            first = [device + stride * place for place in range(size) for device in first]
+        stride *= size
+    return Spread(len(first), total // len(first), sum(device < _OF_A_HOST for device in first))
+
+
 def _all_to_all(program: Builder, params: Any, value: int, aval: Any, key: str) -> int:
     shape = program.types[value][0]
     dim = params["split_axis"]
     # Two pieces stand for all: what matters is that there are several, and how large they are together.
     if shape[dim] % 2:
-        return program.emit(Kind.OPAQUE, "all_to_all", [value], [aval], key=key)[0]
+        return program.emit(Kind.OPAQUE, "all_to_all", [value], [aval], key=key, spread=_spread(params, program.mesh))[
+            0
+        ]
     half = jax.ShapeDtypeStruct((*shape[:dim], shape[dim] // 2, *shape[dim + 1 :]), aval.dtype)
     pieces = [program.emit(Kind.PERMUTE, "slice", [value], [half], key=(key, rank))[0] for rank in range(2)]
-    moved = program.emit(Kind.OPAQUE, "all_to_all", pieces, [half, half], key=key)
+    spread = _spread(params, program.mesh)
+    moved = program.emit(Kind.OPAQUE, "all_to_all", pieces, [half, half], key=key, spread=spread)
     return program.emit(Kind.PERMUTE, "concatenate", moved, [aval], key=key)[0]

@@ -18,8 +18,7 @@ order of importance it takes
 So gradients of weights, which only the end of a program needs, are made there, beside each other's sums, and what they
 are made of stays until then, rematerialised or not. Recomputation otherwise runs just before what reads it.
 
-Not modelled: what XLA prefers once more than half of the memory is in use, and that collectives within a host take less
-than those of two hosts. Steps are found in heaps, so that n kernels
+Not modelled: what XLA prefers once more than half of the memory is in use. Steps are found in heaps, so that n kernels
 with e edges take O((n + e) log n).
 """
 
@@ -29,19 +28,29 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from math import ceil
 
-from meshwright._jax.dataflow import COLLECTIVES, SUMS, Kind, Operation, Program, Use
+from meshwright._jax.dataflow import COLLECTIVES, SUMS, Kind, Operation, Program, Spread, Use
 from meshwright.memory.fusion import Kernel
 
 # What XLA estimates of an H100, for all GPUs since: what matters is how many kernels run beside a collective.
 _BYTES_PER_SECOND = 3.35e12  # of its memory (compilers/gpu_targets.toml)
 _FLOPS_PER_SECOND = 989e12  # dense bfloat16, NVIDIA's data sheet
 _LAUNCH_SECONDS = 1e-6  # kKernelLaunchOverhead of gpu_performance_model_base.h
-# Of a ring over the 16 GPUs of two hosts, by sol_gpu_cost_model.cc: eight NICs of 25 GB/s a host carry 15/16 of an
-# array once a round, which takes 15/8 times a round trip and the preparation of a chunk, and as long again to start.
-_NETWORK_BYTES_PER_SECOND = 208e9
-_ROUND_SECONDS = 69e-6
+# Of collectives, by sol_gpu_cost_model.cc: what a NIC carries, with the overhead of headers; a round trip; the
+# preparation of a chunk; and starting one.
+_NIC_BYTES_PER_SECOND = 25e9 / 1.025
+_ROUND_TRIP_SECONDS, _CHUNK_SECONDS, _CHUNK_BYTES = 31e-6, 6e-6, 4 * 2**20
 _COLLECTIVE_SECONDS = 45e-6
+_OF_A_HOST = 8  # GPUs, each with a NIC
+# Within a host, of its table of measurements (collective_interpolator_data.h): gathers and scatters of 32 MiB and more.
+_HOST_BYTES_PER_SECOND, _HOST_SECONDS = 380e9, 30e-6
+# What it takes of a collective whose groups it cannot lay out (`ApproximateLatencyEstimator::kHighLatency`).
+_UNKNOWN_SECONDS = 5e-3
+
+
+# Of a collective whose devices are not known.
+_TWO_HOSTS = Spread(16, 1, _OF_A_HOST)
 
 
 def _sends(program: Program) -> bool:
@@ -271,7 +280,20 @@ def _seconds(program: Program, kernel: Kernel) -> float:
 
 
 def _seconds_in_flight(program: Program, kernel: Kernel) -> float:
-    """What a collective over all devices takes by the speed of light of the hosts' network."""
-    rounds = 2 if kernel.operation.name in SUMS else 1  # a sum is a reduce-scatter and an all-gather
+    """What a collective takes by XLA's estimate: within a host as measured; between hosts by the speed of light of a
+    ring, of which XLA takes it that groups that share hosts have one GPU on each (as many hosts as devices)."""
+    operation = kernel.operation
+    rounds = 2 if operation.name in SUMS else 1  # a sum is a reduce-scatter and an all-gather
     size = max(_bytes(program, tuple(kernel.uses)), _bytes(program, kernel.writes))
-    return _COLLECTIVE_SECONDS + rounds * (size / _NETWORK_BYTES_PER_SECOND + _ROUND_SECONDS)
+    devices, groups, on_host = operation.spread or _TWO_HOSTS
+    if on_host == devices:
+        return _HOST_SECONDS + rounds * size / _HOST_BYTES_PER_SECOND
+    if _OF_A_HOST % groups:
+        return _UNKNOWN_SECONDS
+    hosts = devices // _OF_A_HOST if on_host == _OF_A_HOST else devices
+    beside = _OF_A_HOST // groups
+    pieces = hosts * beside - 1
+    piece = size / (pieces if operation.name == "all_to_all" else pieces + 1)
+    seconds = piece / _NIC_BYTES_PER_SECOND + ceil(piece / _CHUNK_BYTES) * _CHUNK_SECONDS + _ROUND_TRIP_SECONDS
+    times = beside * (hosts - 1) if operation.name == "all_to_all" else rounds * pieces / beside
+    return _COLLECTIVE_SECONDS + times * seconds + size / _BYTES_PER_SECOND

@@ -123,7 +123,9 @@ def stage_memory(
         in_flight_bytes=stage.kept_bytes(),
         delayed_bytes=delayed,
         handed_bytes=handed,
-        workspace_bytes=max((given.get(name) or _predicted(one, platform)).temp_bytes for name, one in named.items()),
+        workspace_bytes=max(
+            (given.get(name) or _predicted(one, stage.mesh.shape, platform)).temp_bytes for name, one in named.items()
+        ),
         update_workspace_bytes=_update_workspace(update, collected, platform, given),
         sent_bytes=_by_stage((target, stage.local_shape(Slot(Role.SENT, value))) for value, target in stage.sent),
         received_bytes=_by_stage((stage.source_of[s.position], stage.local_shape(s)) for s in stage.received),
@@ -139,9 +141,9 @@ def passed_on(memory: StageMemory, stage: StageProgram) -> StageMemory:
     )
 
 
-def _predicted(piece: Piece, platform: str) -> PredictedMemory:
+def _predicted(piece: Piece, mesh: Mapping[str, int], platform: str) -> PredictedMemory:
     donated = [slot.role in (Role.SUM, Role.GRADIENT) and slot in piece.outputs for slot in piece.inputs]
-    return predict(program_of(piece.program, donated, partitioned=True, platform=platform))
+    return predict(program_of(piece.program, donated, mesh=mesh, platform=platform))
 
 
 def _update_workspace(update: UpdateProgram, collected: int, platform: str, compiled: Mapping[str, Temporaries]) -> int:
@@ -167,7 +169,7 @@ def _round(update: UpdateProgram, program: Round, donated: Iterable[Slot], platf
     gone = set(donated)
     closed = trace_local(program.run, avals, update.mesh)
     donations = [slot in gone for slot in program.inputs]
-    return predict(program_of(closed, donations, partitioned=True, platform=platform))
+    return predict(program_of(closed, donations, mesh=update.mesh.shape, platform=platform))
 
 
 def _total(shapes: Iterable[Any]) -> int:
