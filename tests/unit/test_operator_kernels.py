@@ -18,10 +18,9 @@ from meshwright.cost.kernels import ATTENTION_BACKWARD
 from meshwright.program.graph import Graph, Operator
 from meshwright.program.residuals import is_stored
 from meshwright.program.traces import Traces
-from meshwright.search.intra.problem import _signatures
 from meshwright.search.prices.choices import operator_choices, parameter_choices
 from meshwright.search.prices.kernels import KernelsOf, OperatorKernels
-from meshwright.search.prices.operators import prices_of
+from meshwright.search.prices.operators import prices_of, signatures
 from meshwright.search.prices.parameters import parameter_prices
 from meshwright.search.prices.product_orders import product_orders, sliced_operands
 from meshwright.search.prices.spec_row import SpecRow
@@ -188,7 +187,7 @@ def test_a_product_of_what_a_loop_slices_has_a_price_of_its_own() -> None:
         return jnp.sum(jnp.tanh(x @ params["one"]))
 
     graph = graph_of(loss, {"many": array(4, 8, 8), "one": array(8, 8)}, array(16, 8))
-    numbers = {_signatures(graph)[one.index] for one in graph.operators if one.name == "dot_general"}
+    numbers = {signatures(graph)[one.index] for one in graph.operators if one.name == "dot_general"}
     assert len(numbers) == 2
 
 

@@ -292,3 +292,35 @@ def test_stacks_of_another_order_are_gathered_row_by_row_and_there_once_more(
     assert 0.95 * held < plan.stages[0].memory.total < 1.1 * held
     parameters = sum(one.size * FLOAT for one in weights.values()) / (8 if zero == 3 else 1)
     assert 0 < held - (2 + beside) * parameters < 0.5 * parameters
+
+
+def unrolled(params: Any, batch: Any) -> Any:
+    """Layers one after the other, whose weights are cast where they are read, or are not."""
+
+    def loss(weights: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for layer in weights:
+            x = jnp.tanh(x @ layer["narrow"].astype(jnp.bfloat16)) @ layer["plain"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = value_and_grad(loss)(params, batch)
+    return jax.tree.map(lambda p, g: p - g.astype(p.dtype), params, grads), value
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("cluster", ["dgx-a100-80", "tpu-v5e:8", "tpu-v5p:8"])
+def test_weights_that_are_gathered_stay_for_the_backward_pass_of_one_program(zero: int, cluster: str) -> None:
+    types = {"narrow": jnp.float32, "plain": jnp.bfloat16}
+    weights = [{name: jax.ShapeDtypeStruct((1024, 1024), dtype) for name, dtype in types.items()} for _ in range(6)]
+    batch = {name: jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16) for name in "xy"}
+    program = traces_of(unrolled).program((weights, batch), microbatches=1)
+    request = StageRequest(
+        programs=[whole_program(program)], parameters=parameter_infos(program), cluster=load_cluster(cluster),
+        constraints=Constraints(zero=zero), alone=True, mesh=[("x", (8,))],
+    )  # fmt: skip
+    plan = search_stages(request).plan
+    held = written_out(plan, program, load_cluster(cluster).device.compiler).stages[0].memory.total
+    counted = plan.stages[0].memory
+    # Gradients that nothing else waits for are taken away as soon as they are made.
+    assert 0.85 * held < counted.total
+    assert counted.total - counted.gradients < 1.2 * held

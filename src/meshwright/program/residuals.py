@@ -118,6 +118,8 @@ MOVING = frozenset(
 FUSED_BEFORE = frozenset(
     """argmax argmin concatenate gather reduce_max reduce_min reduce_prod reduce_sum""".split()  # noqa: SIM905 (a table)
 )
+# Other names of the same elements in the same order, or a rounding of them.
+_SAME_ELEMENTS = frozenset(["convert_element_type", "copy", "expand_dims", "reshape", "squeeze"])
 # Dear enough that no fusion makes them twice (XLA's `InstructionFusion::IsExpensive`).
 DEAR = frozenset(
     """acos acosh asin asinh atan atan2 atanh cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1 lgamma log log1p
@@ -308,7 +310,7 @@ def is_divided_for_products(graph: Graph, operator: Operator) -> bool:
     )
     if not any(reader.matmul for reader in readers):
         return False
-    while operator.name == "convert_element_type" and operator.operands[0] in graph.producer:
+    while operator.name in _SAME_ELEMENTS and operator.operands[0] in graph.producer:
         operator = graph.operators[graph.producer[operator.operands[0]][0]]
     return operator.name == "div"
 

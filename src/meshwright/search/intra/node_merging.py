@@ -40,7 +40,8 @@ class Read:
       of_parameters: whether it is made of parameters alone and read outside loops, which keep such values.
       waits: whether it is a number that may be read as summands and summed at the end of a step.
       holds: what the backward pass keeps of it for this operator: "read", as it is read; "gathered", only where it was
-        gathered for that; "made", as it was made before a loop over microbatches; or "cast", both of these.
+        gathered for that; "made", as it was made before a loop over microbatches; "cast", both of these; or "weight",
+        what was gathered for it of a parameter.
     """
 
     position: int
@@ -49,7 +50,7 @@ class Read:
     runs: int
     of_parameters: bool
     waits: bool
-    holds: Literal["", "read", "gathered", "made", "cast"]
+    holds: Literal["", "read", "gathered", "made", "cast", "weight"]
 
 
 class MergedInto(NamedTuple):
@@ -105,7 +106,7 @@ _VIEWS = frozenset(["copy", "expand_dims", "reshape", "squeeze", "transpose"])
 @once_for_each
 def node_merging_of(graph: Graph) -> NodeMerging:
     """The merging of a graph whose backward pass is a program of its own."""
-    return _node_merging(graph, kept_values(graph), casts="")
+    return _node_merging(graph, kept_values(graph), casts="", weights=False)
 
 
 def node_merging_of_one_program(graph: Graph, platform: str = "cpu", *, in_loop: bool = False) -> NodeMerging:
@@ -123,7 +124,7 @@ def node_merging_of_one_program(graph: Graph, platform: str = "cpu", *, in_loop:
     known = _of_one_program(graph)
     if key not in known:
         kept = kept_in_one_program(graph, platform)
-        known[key] = _node_merging(graph, kept, casts=("cast" if in_loop else "") if on_tpu else "read")
+        known[key] = _node_merging(graph, kept, casts=("cast" if in_loop else "") if on_tpu else "read", weights=True)
     return known[key]
 
 
@@ -134,13 +135,14 @@ def _of_one_program(graph: Graph) -> dict[tuple[str, bool], NodeMerging]:
     return {}
 
 
-def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "read", "cast"]) -> NodeMerging:
+def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "read", "cast"], weights: bool) -> NodeMerging:
     """The merging of a graph, given what its backward pass keeps, of casts of weights too.
 
     Args:
       graph: of a stage.
       kept: values that its backward pass keeps.
       casts: what it keeps of the casts of weights, as of `Read.holds`.
+      weights: whether it keeps what was gathered of others.
     """
     # Parameters are at hand anyway, and so is what is made of them alone.
     kept = kept - values_of_parameters(graph)
@@ -172,6 +174,9 @@ def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "read", "c
             elif casts and _reads_cast(graph, operator, value):
                 held.add(value)
                 holds = casts
+            elif weights and _reads_weight(graph, operator, value):
+                held.add(value)
+                holds = "weight"
             of_parameters = value in values_of_parameters(graph)
             again = of_parameters and len(operator.path) == 1
             waits = (operator.index, position) in waiting_reads(graph) and not of_parameters
@@ -218,6 +223,24 @@ def _reads_cast(graph: Graph, operator: Operator, value: int) -> bool:
         (source, *_) = graph.operators[made_by[0]].operands
         made_by = graph.producer.get(source) if source is not None else None
     return made_by is not None and value in read_by_backward(graph, operator)
+
+
+def _reads_weight(graph: Graph, operator: Operator, value: int) -> bool:
+    """Whether the derivative of an operator outside loops reads a parameter, perhaps cast, which may be gathered for
+    it."""
+    reads = len(operator.path) == 1 and not is_cheap(operator.name) and value in read_by_backward(graph, operator)
+    return reads and parameter_behind(graph, value) is not None
+
+
+def parameter_behind(graph: Graph, value: int) -> int | None:
+    """The parameter that a value is another name or a cast of."""
+    while (made_by := graph.producer.get(value)) is not None:
+        maker = graph.operators[made_by[0]]
+        source = maker.operands[0] if maker.name in _VIEWS or maker.name == "convert_element_type" else None
+        if source is None:
+            return None
+        value = source
+    return value if value in values_of_parameters(graph) else None
 
 
 def forward_runs(graph: Graph, operator: Operator) -> int:

@@ -9,7 +9,7 @@ backward pass. `solve` proves the optimum or prints its gap.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -19,9 +19,9 @@ import numpy as np
 
 from ...cluster import Device, LogicalMesh
 from ...cost.compute import elementwise_seconds
-from ...program.graph import Graph, Operator, once_for_each
+from ...program.graph import Graph, Operator
 from ...program.origins import dim_origins, operator_origins
-from ...program.residuals import is_stored, kept_itemsize
+from ...program.residuals import kept_itemsize
 from ...sharding import Spec
 from ...solve import Problem, Solution, solve
 from ..prices.choices import (
@@ -33,14 +33,19 @@ from ..prices.choices import (
     spec_choices,
     values_of_parameters,
 )
-from ..prices.kernels import is_constant
 from ..prices.of_choices import OperatorPrices, ParameterPrices
-from ..prices.operators import prices_of
+from ..prices.operators import prices_of, signatures, signatures_with_origins
 from ..prices.parameters import parameter_prices
-from ..prices.product_orders import sliced_operands
 from ..prices.spec_row import SpecRow
 from ..restrictions.constraints import Constraints
-from .node_merging import Shared, forward_runs, forward_runs_of, node_merging_of, node_merging_of_one_program
+from .node_merging import (
+    Shared,
+    forward_runs,
+    forward_runs_of,
+    node_merging_of,
+    node_merging_of_one_program,
+    parameter_behind,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,43 +107,6 @@ def trips_of(operator: Operator, value: int) -> int:
     if operator.name == "scan_stack" or (operator.name == "scan_carry" and operator.results[1] == value):
         return operator.outer_repeats
     return operator.repeats
-
-
-# What tells operators apart, numbered: programs have thousands of operators of a few hundred kinds, and a number is
-# looked up at once.
-_NUMBERS: dict[Hashable, int] = {}
-
-
-@once_for_each
-def _signatures(graph: Graph) -> tuple[int, ...]:
-    """A number for each operator, equal for operators whose choices and seconds are equal on any mesh and device."""
-    values, of_parameters = graph.values, values_of_parameters(graph)
-
-    def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
-        return tuple(
-            None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices
-        )
-
-    found = (
-        (
-            operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
-            operator.combine, operator.differentiated,
-            all(v in of_parameters for v in operator.results if v is not None),
-            tuple(v in of_parameters for v in operator.operands), is_stored(graph, operator),
-            is_stored(graph, operator, joined=True), is_constant(graph, operator), sliced_operands(graph, operator),
-        )
-        for operator in graph.operators
-    )  # fmt: skip
-    return tuple(_NUMBERS.setdefault(one, len(_NUMBERS)) for one in found)
-
-
-@once_for_each
-def _signatures_with_origins(graph: Graph) -> tuple[int, ...]:
-    """The same numbers, which also tell operators apart whose dims have other origins."""
-    return tuple(
-        _NUMBERS.setdefault((number, origins), len(_NUMBERS))
-        for number, origins in zip(_signatures(graph), operator_origins(graph), strict=True)
-    )
 
 
 class IntraOpProblem:
@@ -290,10 +258,10 @@ class IntraOpProblem:
     def _add_operators(self) -> None:
         graph, m, prices = self.graph, self.microbatches, self.operator_prices
         roles = self._constraints.roles
-        signatures = _signatures(graph) if roles is None else _signatures_with_origins(graph)
+        numbers = signatures(graph) if roles is None else signatures_with_origins(graph)
         cache = self.prices.operators.setdefault(None if roles is None else roles.key, {})
         for operator in self._node_merging.operators:
-            signature = signatures[operator.index]
+            signature = numbers[operator.index]
             if signature not in cache:
                 of_parameters = self._is_of_parameters(operator)
                 choices = operator_choices(graph, operator, self.sizes, of_parameters=of_parameters)
@@ -423,6 +391,14 @@ class IntraOpProblem:
                     # Whether it was gathered depends on both: what is split over all devices is there beside what is
                     # gathered of it, anything else is taken to be read as it is.
                     self._bytes[source] += ~self.was_gathered(specs) * self._kept_bytes(index, specs)
+                elif read.holds == "weight":
+                    # The same: a parameter that is read as it is pays for what its reader counts as gathered.
+                    self._bytes[node] += self.was_gathered(targets) * self.local_bytes(index, targets)
+                    weight = parameter_behind(self.graph, index)
+                    assert weight is not None
+                    parameter, uses = self._defines[weight]
+                    paid = self.was_gathered(uses) * self.local_bytes(index, uses)
+                    self._input_bytes[parameter] = self._input_bytes[parameter] - paid
 
     def was_gathered(self, specs: SpecRow) -> np.ndarray:
         """Of an operand, by how it is split: what is split over all devices was not gathered."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +13,12 @@ from ...cluster import Device, LogicalMesh
 from ...cost.collective import collective_seconds
 from ...cost.efficiency import SLICED_BACKWARD, profile_of
 from ...cost.kernels import Kernel, kernel_seconds
-from ...program.graph import Graph, Operator
+from ...program.graph import Graph, Operator, once_for_each
 from ...program.halo import halo_bytes
+from ...program.origins import operator_origins
 from ...program.residuals import is_stored
 from ...sharding import Algorithm, Spec
-from .choices import Choices
+from .choices import Choices, values_of_parameters
 from .conversions import conversion_prices
 from .kernels import (
     KernelsOf,
@@ -29,6 +31,7 @@ from .kernels import (
     plain_kernel,
 )
 from .of_choices import OperatorPrices, ParameterPrices
+from .product_orders import sliced_operands
 from .ring import Ring, exposed_seconds, ring_of
 from .spec_row import SpecRow
 
@@ -56,6 +59,43 @@ class InnerCollective:
 def prices_of(mesh: LogicalMesh, device: Device) -> Prices:
     """The `Prices` of a mesh and a device, shared by all problems in a process."""
     return Prices(mesh, device)
+
+
+# What tells operators apart, numbered: programs have thousands of operators of a few hundred kinds, and a number is
+# looked up at once.
+_NUMBERS: dict[Hashable, int] = {}
+
+
+@once_for_each
+def signatures(graph: Graph) -> tuple[int, ...]:
+    """A number for each operator, equal for operators whose choices and seconds are equal on any mesh and device."""
+    values, of_parameters = graph.values, values_of_parameters(graph)
+
+    def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
+        return tuple(
+            None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices
+        )
+
+    found = (
+        (
+            operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
+            operator.combine, operator.differentiated,
+            all(v in of_parameters for v in operator.results if v is not None),
+            tuple(v in of_parameters for v in operator.operands), is_stored(graph, operator),
+            is_stored(graph, operator, joined=True), is_constant(graph, operator), sliced_operands(graph, operator),
+        )
+        for operator in graph.operators
+    )  # fmt: skip
+    return tuple(_NUMBERS.setdefault(one, len(_NUMBERS)) for one in found)
+
+
+@once_for_each
+def signatures_with_origins(graph: Graph) -> tuple[int, ...]:
+    """The same numbers, which also tell operators apart whose dims have other origins."""
+    return tuple(
+        _NUMBERS.setdefault((number, origins), len(_NUMBERS))
+        for number, origins in zip(signatures(graph), operator_origins(graph), strict=True)
+    )
 
 
 class Prices:
