@@ -75,6 +75,9 @@ REQUESTS: dict[str, Callable[[], EveryPlan]] = {
         *perceptron([64] * 5, 32), cluster_of(2, 1, flops=0.119, link=0.133, nic=0.0138, latency=0.00129, kernel=0.747),
         memory_bytes=98.72e3,
     ),
+    "little memory, one host": lambda: EveryPlan(
+        *perceptron([64] * 5, 32), cluster_of(1, 2, flops=0.119, latency=0.00129, kernel=0.747), memory_bytes=105e3
+    ),
     "little memory, a pipeline": lambda: EveryPlan(
         *perceptron([16, 16, 16, 16, 256], 12),
         cluster_of(2, 1, flops=0.01, link=0.0017, nic=0.0035, latency=0.0045, kernel=0.58), memory_bytes=84.6e3,

@@ -215,6 +215,7 @@ class Priced:
         self.shard_bytes = lru_cache(maxsize=None)(self._shard_bytes)
         self.is_summed_last = lru_cache(maxsize=None)(self._is_summed_last)
         self.is_kept_gathered = lru_cache(maxsize=None)(self._is_kept_gathered)
+        self.is_kept_weight = lru_cache(maxsize=None)(self._is_kept_weight)
         self.of_parameters = values_of_parameters(graph)
         self.shared = node_merging_of_one_program(graph, self.cluster.device.compiler).shared
 
@@ -369,6 +370,12 @@ class Priced:
                     gathered.add(value)
                     if target.shards(self.sizes) < math.prod(self.sizes.values()):
                         size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
+                elif value not in gathered and self.is_kept_weight(index, value):
+                    gathered.add(value)
+                    # What was gathered of it: as it is read, but not where it is read as it is.
+                    for spec, sign in ((target, 1), (have[value], -1)):
+                        if spec.shards(self.sizes) < math.prod(self.sizes.values()):
+                            size += sign * self.shard_bytes(value, spec)
         for position, value in enumerate(graph.outputs):
             if value is not None and value in have:
                 carried = position < self.carried
@@ -391,6 +398,13 @@ class Priced:
         fixed = [v is None or graph.values[v].constant for v in operator.operands]
         scales = (operator.name == "mul" and fixed[1 - at]) or (operator.name == "div" and at == 0 and fixed[1])
         return (scales or operator.name in ("add", "sub", "neg")) and self.is_summed_last(operator.results[0])
+
+    def _is_kept_weight(self, index: int, value: int) -> bool:
+        """Whether a product's gradients read a parameter, which the forward pass has gathered for it outside loops."""
+        operator = self.graph.operators[index]
+        is_parameter = value in [self.graph.inputs[position] for position in self.graph.parameters]
+        is_read = operator.name == "dot_general" and value in read_by_backward(self.graph, operator)
+        return is_parameter and is_read and operator.region is None and len(operator.path) == 1
 
     def _is_kept_gathered(self, index: int, value: int) -> bool:
         """Of what a product's gradients read and the program makes of data, the copy that was gathered for it."""
