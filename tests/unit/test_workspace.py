@@ -114,6 +114,24 @@ def test_tpus_keep_sums_that_others_than_products_read() -> None:
     assert names(kept_in_one_program(graph, "tpu")) == {"dot_general", "reduce_sum", "add"}
 
 
+@pytest.mark.parametrize("kept", [kept_values, kept_in_one_program])
+def test_of_dropout_the_mask_is_kept_and_not_its_random_bits(kept: Any) -> None:
+    def step(state: Any, x: Any, seed: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = jnp.tanh(x @ w)
+            mask = jax.random.bernoulli(jax.random.key(seed), 0.9, h.shape)
+            return jnp.sum(jnp.where(mask, h / 0.9, 0.0) @ w)
+
+        value, gradient = value_and_grad(loss)(state)
+        return state - gradient, value
+
+    arrays = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2
+    graph = trace_program(step, (*arrays, jax.ShapeDtypeStruct((), jnp.uint32)), microbatches=1).graph
+    types = {graph.values[v].dtype for v in kept(graph) if graph.values[v].shape == (16, 16)}
+    assert "bool" in types
+    assert "uint32" not in types
+
+
 def test_what_is_computed_again_is_what_derivatives_read() -> None:
     """The result of the tanh, which its derivative and the second product read: it is there, and its cotangent and that
     of its operand, of which there is a copy."""

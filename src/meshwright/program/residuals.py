@@ -317,12 +317,14 @@ def is_divided_for_products(graph: Graph, operator: Operator) -> bool:
 
 @once_for_each
 def _kept_before_ampere(graph: Graph) -> frozenset[int]:
-    return _heads(graph, lambda operator: is_fusible(operator) and _is_made_twice(graph, operator, wide=True))[0]
+    return _heads(
+        graph, lambda operator: _is_made_again(graph, operator) and _is_made_twice(graph, operator, wide=True)
+    )[0]
 
 
 @once_for_each
 def _kept_in_one_program(graph: Graph) -> frozenset[int]:
-    return _heads(graph, lambda operator: is_fusible(operator) and _is_made_twice(graph, operator))[0]
+    return _heads(graph, lambda operator: _is_made_again(graph, operator) and _is_made_twice(graph, operator))[0]
 
 
 def is_had_again(graph: Graph, value: int, *, one_program: bool, platform: str = "cpu") -> bool:
@@ -376,7 +378,27 @@ def _is_made_twice(graph: Graph, operator: Operator, *, wide: bool = False) -> b
 @once_for_each
 def _kept(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
     """Values that are stored, and inputs that stay."""
-    return _heads(graph, is_fusible)
+    return _heads(graph, lambda operator: _is_made_again(graph, operator))
+
+
+def _is_made_again(graph: Graph, operator: Operator) -> bool:
+    """Whether the result of an operator is made again where derivatives read it: what is cheap, but not a mask that was
+    drawn, since the random bits are more."""
+    return is_fusible(operator) and not (
+        all(v is None or graph.values[v].dtype == "bool" for v in operator.results)
+        and not _drawn(graph).isdisjoint(operator.operands)
+    )
+
+
+@once_for_each
+def _drawn(graph: Graph) -> frozenset[int]:
+    """Random bits, and what is made of them by what is cheap."""
+    found: set[int | None] = set()
+    for operator in graph.operators:
+        again = is_fusible(operator) and not operator.differentiated and not found.isdisjoint(operator.operands)
+        if again or operator.name == "random_bits":
+            found.update(operator.results)
+    return frozenset(v for v in found if v is not None)
 
 
 def _heads(graph: Graph, is_made_again: Callable[[Operator], bool]) -> tuple[frozenset[int], frozenset[int]]:
