@@ -19,6 +19,7 @@ from meshwright.lowering.pipeline.local_stages import LocalStages
 from meshwright.lowering.pipeline.slots import Role
 from meshwright.lowering.written_out import written_out
 from meshwright.memory.liveness import predict
+from meshwright.plan import Memory
 from meshwright.program.residuals import kept_in_one_program, kept_values
 from meshwright.program.segments import rematerialise
 from meshwright.program.staged import StagedProgram, staged_program, whole_program
@@ -292,6 +293,18 @@ def behind_the_first_dim(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p, g: p - g, params, grads), value
 
 
+def counted_and_held(step: Any, args: Any, cluster: str, zero: int) -> tuple[Memory, float]:
+    """What the search counts of a step in one microbatch and stage on eight devices, and the bytes as written out."""
+    program = traces_of(step).program(args, microbatches=1)
+    request = StageRequest(
+        programs=[whole_program(program)], parameters=parameter_infos(program), cluster=load_cluster(cluster),
+        constraints=Constraints(zero=zero), alone=True, mesh=[("x", (8,))],
+    )  # fmt: skip
+    plan = search_stages(request).plan
+    (stage,) = written_out(plan, program, load_cluster(cluster).device.compiler).stages
+    return plan.stages[0].memory, stage.memory.total
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize(("cluster", "beside"), [("dgx-a100-80", 1.0), ("tpu-v5e:8", 0.5)])
 def test_stacks_of_another_order_are_gathered_row_by_row_and_there_once_more(
@@ -300,14 +313,8 @@ def test_stacks_of_another_order_are_gathered_row_by_row_and_there_once_more(
     """GPUs copy what is transposed for a loop; TPUs need no copy for that, but have all rows in bfloat16."""
     weights = {name: jax.ShapeDtypeStruct((512, 16, 512), jnp.float32) for name in "ab"}
     batch = {name: jax.ShapeDtypeStruct((64, 512), jnp.bfloat16) for name in "xy"}
-    program = traces_of(behind_the_first_dim).program((weights, batch), microbatches=1)
-    request = StageRequest(
-        programs=[whole_program(program)], parameters=parameter_infos(program), cluster=load_cluster(cluster),
-        constraints=Constraints(zero=zero), alone=True, mesh=[("x", (8,))],
-    )  # fmt: skip
-    plan = search_stages(request).plan
-    held = written_out(plan, program, load_cluster(cluster).device.compiler).stages[0].memory.total
-    assert 0.95 * held < plan.stages[0].memory.total < 1.1 * held
+    counted, held = counted_and_held(behind_the_first_dim, (weights, batch), cluster, zero)
+    assert 0.95 * held < counted.total < 1.1 * held
     parameters = sum(one.size * FLOAT for one in weights.values()) / (8 if zero == 3 else 1)
     assert 0 < held - (2 + beside) * parameters < 0.5 * parameters
 
@@ -331,14 +338,7 @@ def test_weights_that_are_gathered_stay_for_the_backward_pass_of_one_program(zer
     types = {"narrow": jnp.float32, "plain": jnp.bfloat16}
     weights = [{name: jax.ShapeDtypeStruct((1024, 1024), dtype) for name, dtype in types.items()} for _ in range(6)]
     batch = {name: jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16) for name in "xy"}
-    program = traces_of(unrolled).program((weights, batch), microbatches=1)
-    request = StageRequest(
-        programs=[whole_program(program)], parameters=parameter_infos(program), cluster=load_cluster(cluster),
-        constraints=Constraints(zero=zero), alone=True, mesh=[("x", (8,))],
-    )  # fmt: skip
-    plan = search_stages(request).plan
-    held = written_out(plan, program, load_cluster(cluster).device.compiler).stages[0].memory.total
-    counted = plan.stages[0].memory
+    counted, held = counted_and_held(unrolled, (weights, batch), cluster, zero)
     # Gradients that nothing else waits for are taken away as soon as they are made.
     assert 0.85 * held < counted.total
     assert counted.total - counted.gradients < 1.2 * held

@@ -31,6 +31,9 @@ GATHERS = frozenset(("all_gather", "all_gather_invariant"))
 COLLECTIVES = SUMS | GATHERS | {"reduce_scatter", "all_to_all", "ppermute"}
 """Names of operations between devices."""
 
+OF_A_HOST = 8
+"""GPUs of a host, each with a NIC, as XLA takes it (`gpus_per_node` of its sol_gpu_cost_model.cc)."""
+
 CHEAP_ON_GPUS = frozenset({"div", "exp", "exp2", "rsqrt", "sqrt"})
 """Arithmetic that XLA's GPU compiler does again where it is read, dear as it is elsewhere."""
 
@@ -73,7 +76,7 @@ class Value:
 
 class Spread(NamedTuple):
     """The devices of a collective: of each of its equal groups, how many groups there are, and how many devices of the
-    first one are on its first host."""
+    first one are on its first host, of `OF_A_HOST` GPUs."""
 
     devices: int
     groups: int

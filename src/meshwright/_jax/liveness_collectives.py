@@ -16,13 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright._jax.dataflow import COLLECTIVES, Kind, Spread
+from meshwright._jax.dataflow import COLLECTIVES, OF_A_HOST, Kind, Spread
 from meshwright._jax.liveness_builder import NARROW, Builder
 
 NAMES = COLLECTIVES - {"ppermute"}
-
-# Devices of a host, as XLA takes it for GPUs (`gpus_per_node` of its sol_gpu_cost_model.cc).
-_OF_A_HOST = 8
 
 
 def add_collective(program: Builder, equation: Any, position: int, value: int) -> int:
@@ -74,7 +71,7 @@ def _spread(params: Any, mesh: Mapping[str, int] | None) -> Spread | None:
         if axis in axes:
             first = [device + stride * place for place in range(size) for device in first]
         stride *= size
-    return Spread(len(first), total // len(first), sum(device < _OF_A_HOST for device in first))
+    return Spread(len(first), total // len(first), sum(device < OF_A_HOST for device in first))
 
 
 def _all_to_all(program: Builder, params: Any, value: int, aval: Any, key: str) -> int:

@@ -30,7 +30,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from math import ceil
 
-from meshwright._jax.dataflow import COLLECTIVES, SUMS, Kind, Operation, Program, Spread, Use
+from meshwright._jax.dataflow import COLLECTIVES, OF_A_HOST, SUMS, Kind, Operation, Program, Spread, Use
 from meshwright.memory.fusion import Kernel
 
 # What XLA estimates of an H100, for all GPUs since: what matters is how many kernels run beside a collective.
@@ -42,7 +42,6 @@ _LAUNCH_SECONDS = 1e-6  # kKernelLaunchOverhead of gpu_performance_model_base.h
 _NIC_BYTES_PER_SECOND = 25e9 / 1.025
 _ROUND_TRIP_SECONDS, _CHUNK_SECONDS, _CHUNK_BYTES = 31e-6, 6e-6, 4 * 2**20
 _COLLECTIVE_SECONDS = 45e-6
-_OF_A_HOST = 8  # GPUs, each with a NIC
 # Within a host, of its table of measurements (collective_interpolator_data.h): gathers and scatters of 32 MiB and more.
 _HOST_BYTES_PER_SECOND, _HOST_SECONDS = 380e9, 30e-6
 # What it takes of a collective whose groups it cannot lay out (`ApproximateLatencyEstimator::kHighLatency`).
@@ -50,7 +49,7 @@ _UNKNOWN_SECONDS = 5e-3
 
 
 # Of a collective whose devices are not known.
-_TWO_HOSTS = Spread(16, 1, _OF_A_HOST)
+_TWO_HOSTS = Spread(16, 1, OF_A_HOST)
 
 
 def _sends(program: Program) -> bool:
@@ -288,10 +287,10 @@ def _seconds_in_flight(program: Program, kernel: Kernel) -> float:
     devices, groups, on_host = operation.spread or _TWO_HOSTS
     if on_host == devices:
         return _HOST_SECONDS + rounds * size / _HOST_BYTES_PER_SECOND
-    if _OF_A_HOST % groups:
+    if OF_A_HOST % groups:
         return _UNKNOWN_SECONDS
-    hosts = devices // _OF_A_HOST if on_host == _OF_A_HOST else devices
-    beside = _OF_A_HOST // groups
+    hosts = devices // OF_A_HOST if on_host == OF_A_HOST else devices
+    beside = OF_A_HOST // groups
     pieces = hosts * beside - 1
     piece = size / (pieces if operation.name == "all_to_all" else pieces + 1)
     seconds = piece / _NIC_BYTES_PER_SECOND + ceil(piece / _CHUNK_BYTES) * _CHUNK_SECONDS + _ROUND_TRIP_SECONDS

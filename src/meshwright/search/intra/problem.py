@@ -392,7 +392,8 @@ class IntraOpProblem:
                     # gathered of it, anything else is taken to be read as it is.
                     self._bytes[source] += ~self.was_gathered(specs) * self._kept_bytes(index, specs)
                 elif read.holds == "weight":
-                    # The same: a parameter that is read as it is pays for what its reader counts as gathered.
+                    # The same: a parameter that is read as it is pays for what its reader counts as gathered. (One
+                    # that is whole and read split pays for nothing, half of what it holds at most.)
                     self._bytes[node] += self.was_gathered(targets) * self.local_bytes(index, targets)
                     weight = parameter_behind(self.graph, index)
                     assert weight is not None

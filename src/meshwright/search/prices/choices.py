@@ -78,11 +78,11 @@ def reads_rows(graph: Graph, operator: Operator) -> bool:
 
 @once_for_each
 def _stacks(graph: Graph) -> frozenset[int]:
-    """Values of parameters, made outside of loops by what is cheap, of which loops read rows."""
+    """Values of parameters of which loops read rows, themselves or what is made of them by what is cheap."""
     of_parameters, found = values_of_parameters(graph), set[int | None]()
     for operator in reversed(graph.operators):
         if operator.name == "scan_slice" or (is_cheap(operator.name) and not found.isdisjoint(operator.results)):
-            found |= of_parameters.intersection(operator.operands) - set(graph.inputs)
+            found |= of_parameters.intersection(operator.operands)
     return frozenset(v for v in found if v is not None)
 
 
