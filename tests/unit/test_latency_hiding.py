@@ -72,6 +72,14 @@ def test_what_takes_as_long_as_the_collective_runs_beside_it(spread: Spread | No
     assert found[-2:] == [beside, "end 1"]
 
 
+@pytest.mark.parametrize("name", ["psum", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("spread", [Spread(12, 8, 8), Spread(2, 8, 1), Spread(16, 6, 8), Spread(3, 1, 3)])
+def test_any_groups_have_an_order(name: str, spread: Spread) -> None:
+    """Of 96 devices, eight groups of a host and a half have as many devices on their first host as a whole host."""
+    steps = [operation(K, (0,), 1, name=name, spread=spread), operation(K, (0,), 2)]
+    assert sorted(ordered(program(steps, (1, 2)))) == ["1", "2", "end 1"]
+
+
 def test_the_devices_of_a_collective_are_those_along_its_axes() -> None:
     mesh = AbstractMesh((4, 8), ("x", "y"))
 

@@ -289,7 +289,7 @@ def _seconds_in_flight(program: Program, kernel: Kernel) -> float:
         return _HOST_SECONDS + rounds * size / _HOST_BYTES_PER_SECOND
     if OF_A_HOST % groups:
         return _UNKNOWN_SECONDS
-    hosts = devices // OF_A_HOST if on_host == OF_A_HOST else devices
+    hosts = ceil(devices / OF_A_HOST) if on_host == OF_A_HOST else devices
     beside = OF_A_HOST // groups
     pieces = hosts * beside - 1
     piece = size / (pieces if operation.name == "all_to_all" else pieces + 1)
