@@ -56,7 +56,9 @@ class Clocked:
         monkeypatch.setattr(refine, "written_out", self._write)
         self.refinement = Refinement(Asked(lambda: seconds - self.now))
 
-    def search(self, missed: Any, seconds: float) -> SearchResult:
+    def search(self, missed: Any, most: float, seconds: float) -> SearchResult:
+        if found().counted_seconds >= most:
+            raise NothingFaster(found().least_seconds, ())
         self.given.append(seconds)
         self.now += self._taken
         return found()
@@ -114,12 +116,35 @@ def test_what_a_part_of_the_space_has_missed_is_not_reserved_in_others(monkeypat
     clocked = Clocked(monkeypatch, seconds=100.0, taken=1.0, too_large=1)
     seen = []
 
-    def search(missed: Any, seconds: float) -> SearchResult:
+    def search(missed: Any, most: float, seconds: float) -> SearchResult:
+        result = clocked.search(missed, most, seconds)
         seen.append([missed(part)(1).final > 0 for part in ("mine", "other")])
-        return replace(clocked.search(missed, seconds), part="mine")
+        return replace(result, part="mine")
 
     clocked.refinement.run(search, **WORDS)
     assert seen == [[False, False], [True, False]]
+
+
+def test_what_others_have_missed_keeps_no_faster_plan_from_being_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reserved in eight microbatches too until a plan fits; then they are searched with what they missed."""
+    clocked = Clocked(monkeypatch, seconds=100.0, taken=1.0, too_large=1)
+    asked = []
+
+    def in_seconds(seconds: float) -> SearchResult:
+        predicted: Any = found().plan.predicted
+        return replace(found(), plan=replace(found().plan, predicted=replace(predicted, step_seconds=seconds)))
+
+    def search(missed: Any, most: float, seconds: float) -> SearchResult:
+        asked.append((most, missed("")(1).final > 0, missed("")(8).final > 0))
+        faster = len(asked) == 1 or not asked[-1][2]  # the first of one microbatch, later of eight
+        if (result := in_seconds(2.0 if faster else 3.0)).counted_seconds >= most:
+            raise NothingFaster(0.0, ())
+        return result
+
+    best = clocked.refinement.run(search, **WORDS)
+    assert best.step_seconds == 2.0
+    inf = math.inf
+    assert asked == [(inf, False, False), (inf, True, True), (pytest.approx(3.0, rel=0.01), True, False)]
 
 
 def test_a_limit_of_no_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from ..errors import MemoryExceeded, PlanError
 from ..report.table import format_seconds
 from ..search.alternative import one_stage_words, stages_words
 from ..search.considered import Considered
-from ..search.result import SearchResult
+from ..search.result import NothingFaster, SearchResult
 from ..search.rivals import Budget, Found, Search, search_named
 from ..search.space.choice import Choice
 from ..search.space.space import Space
@@ -68,7 +68,9 @@ def _searched(asked: PlanRequest, search: Search) -> SearchResult:
     refinement = Refinement(asked)
     space = space_of(asked, refinement.missed(""))
 
-    def find(_: Missed, seconds: float) -> SearchResult:  # the space asks the refinement what is missed
+    def find(_: Missed, most: float, seconds: float) -> SearchResult:  # the space asks the refinement what is missed
+        if most < asked.faster_than_seconds:
+            raise NothingFaster(0.0, ())  # what a method finds is what it finds
         asked.tell(f"searching by {search.name}")
         space.reserve_again()
         budget = Budget(seconds=max(seconds, _LEAST_SHARE * asked.time_limit_seconds))

@@ -66,11 +66,12 @@ class _Parts:
         self._runs = 0
         self._least_seconds = 0.0  # of all plans of one stage, by the first run, which has all memory
 
-    def find(self, missed: Missed, seconds: float) -> SearchResult:
+    def find(self, missed: Missed, faster_than_seconds: float, seconds: float) -> SearchResult:
         """The best plan of all parts.
 
         Args:
           missed: what may not be counted on a device, by part.
+          faster_than_seconds: a plan whose step takes longer is not wanted.
           seconds: that the search may take.
 
         Raises:
@@ -81,10 +82,10 @@ class _Parts:
         self._runs += 1
         parts = self._parts(missed, late=seconds <= 0)
         if len(parts) == 1:
-            return parts[0].search(asked.faster_than_seconds, seconds)
+            return parts[0].search(faster_than_seconds, seconds)
         return best_of_parts(
             parts, left_seconds=lambda: until - time.perf_counter(), floor=lambda: asked.least_work_seconds,
-            faster_than_seconds=asked.faster_than_seconds,
+            faster_than_seconds=faster_than_seconds,
         )  # fmt: skip
 
     def _parts(self, missed: Missed, *, late: bool) -> list[Part]:

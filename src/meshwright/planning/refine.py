@@ -25,6 +25,7 @@ from ..lowering.written_out import written_out
 from ..plan import Plan, Stage
 from ..plan.words import microbatches_words
 from ..search.considered import Considered
+from ..search.driver import WORTH
 from ..search.result import NothingFaster, SearchResult, plan_words
 from ..search.stages.reserve import MissedMemory
 from .request import PlanRequest
@@ -53,8 +54,9 @@ NOT_COUNTED = (
 # What may not be counted on a device, by part of the space of plans (`SearchResult.part`).
 Missed = Callable[[str], MissedMemory]
 
-# Given that and the seconds that it may take, the best plan.
-Search = Callable[[Missed, float], SearchResult]
+# Given that, the seconds that a step of a wanted plan counts for at most, and the seconds that the search may take, the
+# best plan.
+Search = Callable[[Missed, float, float], SearchResult]
 
 
 class _TooLarge(NamedTuple):
@@ -79,6 +81,9 @@ class Refinement:
         # Of the plans that were too large, the one that exceeds the memory of its fullest device the least.
         self._leanest: _TooLarge | None = None
         self._writing_seconds: float | None = None  # that the last plan took
+        # Of all plans, by the first search, which had all memory: what is reserved later may rule out plans that fit.
+        self._least_seconds: float | None = None
+        self._attempts = Counter[str]()
         self._counted: dict[Hashable, StageMemory] = {}
 
     def missed(self, part: str) -> MissedMemory:
@@ -97,8 +102,8 @@ class Refinement:
         it out, the first one, with a note.
 
         Args:
-          search: given what may not be counted on a device and the seconds that it may take, the best plan; once the
-            time is over, the first.
+          search: given what may not be counted on a device, the seconds that a step may count for at most, and those
+            that the search may take, the best plan; once the time is over, the first.
           what: is refused where no plan fits.
           where: the same.
           try_: the same; None for less to hold.
@@ -107,46 +112,62 @@ class Refinement:
           MemoryExceeded: if no plan fits.
           NothingFaster: if the search says so, or no time is left and the request is for what is faster than a plan.
         """
-        # By the first run, which had all memory: what is reserved later may rule out plans that fit.
-        least_seconds: float | None = None
         exceeded = partial(self._exceeded, what, where, try_ or smaller_words(self._asked.remat))
-        attempts = Counter[str]()
-        while max(attempts.values(), default=0) < ATTEMPTS:
+        best = self._first_that_fits(search, self.missed, self._asked.faster_than_seconds, exceeded)
+        # What was missed in some numbers of microbatches was reserved in the others, where less may be missed.
+        while self._leanest is not None and self._spare_seconds > 0:
+            if best.counted_seconds <= (1 + WORTH) * best.least_seconds:
+                break
             try:
-                found = search(self.missed, max(_SEARCH_SHARE * self._spare_seconds, 0.0))
+                best = self._first_that_fits(search, self._seen, (1 - WORTH) * best.counted_seconds, exceeded)
+            except (NothingFaster, MemoryExceeded):
+                break
+        return best
+
+    def _seen(self, part: str) -> MissedMemory:
+        """What plans of a part of the space have missed, in the numbers of microbatches that they have."""
+        return self.missed(part).seen
+
+    def _first_that_fits(
+        self, search: Search, missed: Missed, most: float, exceeded: Callable[[float], MemoryExceeded]
+    ) -> SearchResult:
+        """The first plan of a search whose programs fit, and whose step counts for `most` seconds."""
+        while max(self._attempts.values(), default=0) < ATTEMPTS:
+            try:
+                found = search(missed, most, max(_SEARCH_SHARE * self._spare_seconds, 0.0))
             except NothingFaster as nothing:
-                if least_seconds is None:
+                if self._least_seconds is None:
                     raise
-                raise NothingFaster(least_seconds, nothing.considered) from None
+                raise NothingFaster(self._least_seconds, nothing.considered) from None
             except MemoryExceeded as error:
-                if least_seconds is None:
+                if self._least_seconds is None:
                     raise
-                raise exceeded(least_seconds) from error
-            if least_seconds is None:
-                least_seconds = found.least_seconds
-            found = found.bounded(least_seconds)
+                raise exceeded(self._least_seconds) from error
+            if self._least_seconds is None:
+                self._least_seconds = found.least_seconds
+            found = found.bounded(self._least_seconds)
             assert found.program is not None  # what is written out
             if self._spare_seconds < 0:
-                return self._not_written_out(found)
+                return self._not_written_out(found, most)
             self._asked.tell("predicting memory")
             begun = time.perf_counter()
             # Of a cluster of several kinds the slowest device: stages on others count as its compiler would have it.
             platform = self._asked.cluster.device.compiler
             plan = written_out(found.plan, found.program, platform, counted=self._counted)
             self._writing_seconds = time.perf_counter() - begun
-            attempts[found.part] += 1
+            self._attempts[found.part] += 1
             if self._fits(plan, held_bytes(found.plan), found.part):
                 return replace(found, plan=plan)
-        assert least_seconds is not None  # there was an attempt
-        raise exceeded(least_seconds)
+        assert self._least_seconds is not None  # there was an attempt
+        raise exceeded(self._least_seconds)
 
-    def _not_written_out(self, found: SearchResult) -> SearchResult:
+    def _not_written_out(self, found: SearchResult, most: float) -> SearchResult:
         """A plan with a note that nothing but the search has counted its memory.
 
         Raises:
-          NothingFaster: if it is of no use, since another plan is known.
+          NothingFaster: if it is of no use, since another plan is known, whose step counts for `most` seconds.
         """
-        if isfinite(self._asked.faster_than_seconds):
+        if isfinite(most):
             late = Considered(plan_words(found.plan), "not written out, out of time", seconds=found.step_seconds)
             raise NothingFaster(found.least_seconds, (*found.considered, late))
         return found.noted(NOT_COUNTED)

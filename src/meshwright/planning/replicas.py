@@ -57,9 +57,9 @@ def plan_replicas(asked: PlanRequest) -> SearchResult:
         )  # fmt: skip
 
     asked.tell("sharing microbatches out")
-    search, most_seconds = ReplicaSearch(made, counts, asked.tell), asked.faster_than_seconds
+    search = ReplicaSearch(made, counts, asked.tell)
     found = Refinement(asked).run(
-        lambda missed, seconds: search.run(missed(""), seconds=seconds, faster_than_seconds=most_seconds),
+        lambda missed, most, seconds: search.run(missed(""), seconds=seconds, faster_than_seconds=most),
         what=search.refusal.refused, where=search.refusal.where, try_=search.refusal.try_,
     )  # fmt: skip
     return replace(found, plan=on_devices(found.plan, order.devices, asked.cluster))
