@@ -34,7 +34,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 
-# Model (+ scan: its layers as one loop; + remat: layers rematerialised), cluster, samples, options of `plan_for`.
+# Model (+ scan: its layers as one loop; + remat: layers rematerialised; + own: attention as `meshwright plan` has it by
+# default, fused where the cluster has a kernel), cluster, samples, options of `plan_for`.
 Row = tuple[str, str, int, str]
 
 
@@ -62,6 +63,19 @@ def _rows() -> tuple[Row, ...]:
         ("moe-380m", "dgx-h100:1", 256, ""), ("moe-2.4b", "dgx-h100:1", 512, ""),
         ("unet-470m", "dgx-h100:1", 1024, ""), ("wresnet-250m", "dgx-h100:1", 1536, ""),
         ("wresnet-500m", "dgx-h100:1", 1536, ""),
+    ]  # fmt: skip
+    found += [
+        (f"{model}+own", cluster, batch, "")
+        for model, cluster, batch in (
+            ("llama3.2-3b", "tpu-v6e:16", 64), ("qwen3-8b", "tpu-v5p:16", 64), ("gemma3-4b", "tpu-v5e:32", 64),
+            ("gpt-oss-20b", "tpu-v5p:32", 64), ("qwen3-30b-a3b", "tpu-v5p:32", 64), ("mixtral-8x7b", "tpu-v5p:64", 128),
+            ("mamba2-1.3b", "tpu-v5e:16", 64), ("vit-g", "tpu-v5e:16", 256), ("dit-xl", "tpu-v4:8", 256),
+            ("t5-3b", "tpu-v5p:8", 64), ("llama3.2-3b", "dgx-a100-80:1", 64), ("llama3-8b", "dgx-h100:1", 64),
+            ("qwen3-8b", "dgx-b200:1", 128), ("qwen3-14b", "dgx-h100:2", 128), ("gemma3-12b", "dgx-h100:4", 64),
+            ("gpt-oss-20b", "dgx-b200:1", 64), ("qwen3-30b-a3b", "dgx-h100:4", 64), ("mixtral-8x7b", "dgx-b200:2", 64),
+            ("mamba2-2.7b", "dgx-h100:1", 64), ("vit-g", "dgx-a100-80:1", 256), ("dit-xl", "dgx-h100:1", 256),
+            ("t5-3b", "dgx-h100:1", 128),
+        )
     ]  # fmt: skip
     if "MESHWRIGHT_PROGRAMS" in os.environ:  # programs that nobody here wrote
         found += [
@@ -100,8 +114,8 @@ def peak_bytes_of(text: str) -> float:
     return found
 
 
-def run_row(row: Row, folder: Path) -> None:
-    """Plans and compiles one row, XLA's reports in a folder, and prints what was found; ends the process."""
+def lowered_row(row: Row) -> tuple[Any, Any, Any]:
+    """The planning of a row, its cluster and its program lowered for that."""
     from meshwright import zoo
     from meshwright.cluster import load_cluster
     from meshwright.compilers import target_devices
@@ -113,27 +127,37 @@ def run_row(row: Row, folder: Path) -> None:
 
     name, cluster_name, batch, preset = row
     model, *how = name.split("+")
-    if model in zoo.names():
+    if model in zoo.names() and "own" not in how:
         family, config = next((one, one.CONFIGS[model]) for one in FAMILIES if model in one.CONFIGS)
         changes: dict[str, Any] = {"global_batch": batch, **({"scan": True} if "scan" in how else {})}
         built: zoo.Target = family.build(dataclasses.replace(config, **changes), remat="remat" in how)
         train_step, args = built.step, (built.example_state, built.example_batch)
     else:
-        loaded = load_target(f"{HERE / 'programs' / model}", global_batch=batch)
+        text = model if model in zoo.names() else f"{HERE / 'programs' / model}"
+        loaded = load_target(text, global_batch=batch, attention=None, cluster=cluster_name)
         train_step, args = loaded.step, tuple(loaded.example_args)
     cluster = load_cluster(cluster_name)
     options = {"preset": preset} if preset else {"stages": 1}
     found = plan_for(train_step, args, cluster=cluster, **options)
     step = executable(without_effects(found.program), found.plan, target_devices(cluster, found.plan))
-    lowered = step.lower()
+    return found, cluster, step.lower()
+
+
+def dumping(folder: Path) -> dict[str, Any]:
+    """The options by which XLA writes reports of every module into a folder. Some programs have flags of their own, by
+    which only some modules are written."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_hlo_module_re": ".*"}
+
+
+def run_row(row: Row, folder: Path) -> None:
+    """Plans and compiles one row, XLA's reports in a folder, and prints what was found; ends the process."""
+    found, cluster, lowered = lowered_row(row)
     begun = time.perf_counter()
     errors: list[str] = []
 
     def compile_it() -> None:
         try:
-            # Some programs have flags of their own, by which only some modules are written.
-            wanted = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_hlo_module_re": ".*"}
-            lowered.compile(compiler_options=wanted)
+            lowered.compile(compiler_options=dumping(folder))
         except Exception as error:  # shown as the row's failure
             errors.append(str(error)[:300])
 

@@ -154,5 +154,5 @@ def test_a_profile_refuses_what_no_device_does(wrong: dict[str, float]) -> None:
 def test_every_device_has_a_profile() -> None:
     devices = {name: load_cluster(name).device for name in ("p3.16xlarge", "dgx-h100", "dgx-b200", "tpu-v5e:4", "cpu")}
     found = {name: profile_of(device) for name, device in devices.items()}
-    assert [profile.name for profile in found.values()] == ["V100", "H100", "any", "TPU", "cpu"]
+    assert [profile.name for profile in found.values()] == ["V100", "H100", "B200", "TPU", "cpu"]
     assert all(found[name].matmul == device.efficiency for name, device in devices.items())

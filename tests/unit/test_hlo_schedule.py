@@ -88,6 +88,7 @@ def test_what_stands_between_start_and_done_runs_beside_a_collective() -> None:
     assert (gather.kind, gather.bytes, gather.is_asynchronous, gather.kernels, gather.cycles) == (
         "all_gather", 8 * 8 * 4, True, 2, 1030.0,
     )  # fmt: skip
+    assert (gather.flops, gather.written_bytes) == (2 * 8 * 16 * 8, 2 * 8 * 8 * 4)
     assert gather.source == "jit(f)/all_gather"
     assert (reduce.kind, reduce.is_asynchronous, reduce.kernels) == ("all_reduce", False, 0)
     assert found.kernels["products"].cycles == 1000

@@ -315,12 +315,12 @@ def test_a_split_backward_is_chosen_where_it_is_worth_it() -> None:
 
 def test_gaps_count_a_split_backward_for_more_than_it_takes() -> None:
     """Asked for alone or not, it is compared by what it counts for: a gap has nothing of the two percent. (What bounds
-    this pipeline of four stages and eight microbatches is 2.3 % less than its simulated step.)"""
+    this pipeline of four stages and eight microbatches is 1.1 % less than its simulated step.)"""
     alone, free = wide(("zero_bubble",), 4), wide(stages=4)
     assert alone.plan.schedule == free.plan.schedule == "zero_bubble"
     for result in (alone, free):
         assert result.plan.predicted is not None
-        assert result.plan.predicted.optimality_gap == pytest.approx(0.0233, abs=1e-4)
+        assert result.plan.predicted.optimality_gap == pytest.approx(0.0113, abs=1e-4)
     # What counts for no less than a plan that is known is not faster.
     counted = 1.02 * seconds(alone)
     asked = wide_request(("zero_bubble",), 4)

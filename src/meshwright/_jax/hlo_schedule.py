@@ -70,7 +70,9 @@ class ScheduledCollective:
       source: the operation of the traced program that it comes from, as XLA names it.
       is_asynchronous: whether it has a start and a done.
       kernels: how many run between these.
-      cycles: of these.
+      cycles: of these, as the compiler estimates; 0 where it does not.
+      flops: of their products.
+      written_bytes: that they leave in memory.
     """
 
     kind: str
@@ -78,8 +80,10 @@ class ScheduledCollective:
     count: int
     source: str
     is_asynchronous: bool
-    kernels: int
-    cycles: float
+    kernels: int = 0
+    cycles: float = 0.0
+    flops: float = 0.0
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +218,12 @@ class _Reader:
         if self.differentiates and name not in ("products", "convolutions", "opaque") and _is_outside(instruction):
             name = "updates"
         self.kernels[name] = self.kernels.get(name, Kernels()) + kernel
+        written = sum(shape.size_bytes for shape in instruction.shapes)
         for chain, one in open_.items():
-            open_[chain] = replace(one, kernels=one.kernels + 1, cycles=one.cycles + cycles)
+            open_[chain] = replace(
+                one, kernels=one.kernels + 1, cycles=one.cycles + cycles, flops=one.flops + flops,
+                written_bytes=one.written_bytes + written,
+            )  # fmt: skip
 
     def _inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         """The instructions of a fusion, fusions in it as well."""
@@ -248,7 +256,7 @@ def _described(computation: Computation, instruction: Instruction, times: int) -
     source = re.search(r'op_name="([^"]*)"', instruction.attributes.get("metadata", ""))
     return ScheduledCollective(
         kind=kind, bytes=gathered if kind == "all_gather" else read, count=times, source=source[1] if source else "",
-        is_asynchronous=False, kernels=0, cycles=0.0,
+        is_asynchronous=False,
     )  # fmt: skip
 
 

@@ -56,8 +56,10 @@ class EfficiencyProfile:
       tiles: whether products pay for tiles that their result does not fill, and for a last wave of tiles that leaves
         processors idle.
       network: of the collectives' bandwidth.
-      hidden_weights: the share of collectives on parameters and their gradients that runs beside compute where there is
-        enough of it.
+      hidden_weights: the share of collectives on parameters that runs beside compute where there is enough of it.
+      hidden_gradients: the same for collectives on gradients of parameters.
+      together_bytes: collectives on parameters and their gradients are sent together up to so many bytes; 0 for each by
+        itself.
       hidden_activations: the same for collectives on activations.
       broadcasts: whether parts of updated parameters are sent round by one broadcast after the other, one for each
         device that holds a part, in the place of an all-gather.
@@ -83,6 +85,8 @@ class EfficiencyProfile:
     tiles: bool = True
     network: float = 1.0
     hidden_weights: float = 0.0
+    hidden_gradients: float = 0.0
+    together_bytes: float = 0.0
     hidden_activations: float = 0.0
     broadcasts: bool = False
     idle: float = 0.0
@@ -115,15 +119,27 @@ class EfficiencyProfile:
 # weights both are 3 ms, where 1.5 to 4.8 are measured (`benchmarks/cpu_costs.py`). TPU: chains are made inside the
 # products that read them, and cost 0.15 of their traffic there: with 0.1, 0.15 and 0.2 two unrolled GPTs take
 # 0.85 to 0.9, 0.95 to 1 and 1.05 to 1.1 times the compiler's cycles (`benchmarks/compiled_cycles.py`).
+# Collectives of parameters: XLA sends those of GPUs together up to 30 MiB (xla_gpu_all_gather_combine_threshold_bytes
+# and its like). Beside compute: the latency-hiding scheduler, which orders its programs for GPUs since Hopper, hides
+# 0.73 to 0.89 of ZeRO-3's gathers, and 0.73 to 0.88 of the sums of unrolled layers (`benchmarks/compiled_overlap.py`).
+# TPUs gather ahead and sum beside nothing by their compiler's schedules; MaxText's steps fit with 0.36 of all hidden
+# (`benchmarks/published_profiles.json`), which is 0.54 of the gathers.
+_TOGETHER = {"together_bytes": 30 * 2.0**20}
+_HOPPER = {"hidden_weights": 0.85, "hidden_gradients": 0.8, **_TOGETHER}
 _BY_KIND: Mapping[str, EfficiencyProfile] = {
-    "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4),
-    "A100": EfficiencyProfile(name="A100", attention=0.5),
-    "H100": EfficiencyProfile(name="H100", narrow=0.6, attention=0.53),
-    "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.53),
-    "TPU": EfficiencyProfile(name="TPU", attention=0.4, joined=True, fused_share=0.15, tiles=False),
+    "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4, **_TOGETHER),
+    "A100": EfficiencyProfile(name="A100", attention=0.5, **_TOGETHER),
+    "H100": EfficiencyProfile(name="H100", narrow=0.6, attention=0.53, **_HOPPER),
+    "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.53, **_HOPPER),
+    "B200": EfficiencyProfile(name="B200", **_HOPPER),
+    "B300": EfficiencyProfile(name="B300", **_HOPPER),
+    "TPU": EfficiencyProfile(
+        name="TPU", attention=0.4, joined=True, fused_share=0.15, tiles=False, hidden_weights=0.54
+    ),
     "cpu": EfficiencyProfile(
         name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, sliced=1.0, packed=2.0, tiles=False
     ),
+    "AMD": EfficiencyProfile(name="AMD", **_TOGETHER),
     "": EfficiencyProfile(name="any"),
 }
 

@@ -25,6 +25,7 @@ class Issued:
       when: "forward" or "backward" for each microbatch (what is rematerialised runs again in the backward pass), or
         "step": once a step, for a gradient or a parameter.
       strided: as of `sharding.conversion.Step`.
+      starts: as of `Exposure`.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Issued:
     count: int
     when: Literal["forward", "backward", "step"]
     strided: bool = False
+    starts: float = 1.0
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ def account(problem: IntraOpProblem, chosen: IntraOpSolution) -> Account:
     total = Account()
     for one in issued(problem, chosen):
         seconds = problem.prices.collective(one.kind, one.size_bytes, one.axes, strided=one.strided)
+        seconds -= (1 - one.starts) * problem.prices.collective(one.kind, 1.0, one.axes)
         total.add(one.kind, one.size_bytes, seconds, one.count)
     _compute(problem, chosen, total)
     return total
@@ -80,21 +83,24 @@ def _of_conversion(
     array = problem.graph.values[value]
     if prod(array.shape) == 1:
         return
+    starts = problem.prices.exposure(problem.graph, value).starts
     for step in conversion:
         size = array.bytes * step.buffer_fraction(problem.sizes)
         if step.forward is not None:
             yield Issued(
-                kind=step.forward, axes=step.axes, size_bytes=size, count=count, when="forward", strided=step.strided
-            )
+                kind=step.forward, axes=step.axes, size_bytes=size, count=count, when="forward", strided=step.strided,
+                starts=starts,
+            )  # fmt: skip
             if forward_runs > 1:
                 yield Issued(
                     kind=step.forward, axes=step.axes, size_bytes=size, count=(forward_runs - 1) * count,
-                    when="backward", strided=step.strided,
+                    when="backward", strided=step.strided, starts=starts,
                 )  # fmt: skip
         if step.backward is not None and array.differentiated:
             yield Issued(
-                kind=step.backward, axes=step.axes, size_bytes=size, count=count, when="backward", strided=step.strided
-            )
+                kind=step.backward, axes=step.axes, size_bytes=size, count=count, when="backward", strided=step.strided,
+                starts=starts,
+            )  # fmt: skip
 
 
 def conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[tuple[Conversion, int, int, int]]:
@@ -195,8 +201,9 @@ def _of_parameters(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator
                     central[step.axes, value.dtype] = central.get((step.axes, value.dtype), 0.0) + size
                 elif step.forward is not None and prod(value.shape) > 1:
                     yield Issued(
-                        kind=step.forward, axes=step.axes, size_bytes=size, count=1, when="step", strided=step.strided
-                    )
+                        kind=step.forward, axes=step.axes, size_bytes=size, count=1, when="step", strided=step.strided,
+                        starts=problem.prices.exposure(graph, value.index).starts,
+                    )  # fmt: skip
     # What goes to the server goes in one buffer.
     for (axes, _), size in sorted(central.items()):
         yield Issued(

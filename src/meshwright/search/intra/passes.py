@@ -108,7 +108,8 @@ def _conversions_of(problem: IntraOpProblem) -> list[tuple[int, int, float, np.n
     for move in problem.moves:
         value = problem.graph.values[move.value]
         once = problem.prices.conversion_table(
-            move.sources, move.targets, value.bytes, forward_runs=1, differentiated=value.differentiated, backward=False
-        )
+            move.sources, move.targets, value.bytes, forward_runs=1, differentiated=value.differentiated,
+            backward=False, exposure=problem.prices.exposure(problem.graph, move.value),
+        )  # fmt: skip
         found.append((move.source, move.target, move.times, once))
     return found

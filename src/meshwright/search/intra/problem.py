@@ -33,6 +33,7 @@ from ..prices.choices import (
     spec_choices,
     values_of_parameters,
 )
+from ..prices.exposure import Exposure
 from ..prices.of_choices import OperatorPrices, ParameterPrices
 from ..prices.operators import prices_of, signatures, signatures_with_origins
 from ..prices.parameters import parameter_prices
@@ -215,7 +216,11 @@ class IntraOpProblem:
         value, constraints = self.graph.values[index], self._constraints
         free = constraints.roles is None and constraints.zero is None and not self._is_pinned(info.name, value.shape)
         central = self.gradient_exchange == "central"
-        key = value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), central
+        exposure = self.prices.exposure(self.graph, index)
+        if self.microbatches > 1 or not self.is_one_program:
+            # Behind a loop over microbatches, and between the programs of a stage, nothing runs beside sums.
+            exposure = Exposure(starts=exposure.starts)
+        key = value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), central, exposure
         if free and key in self.prices.parameters:
             return self.prices.parameters[key]
         choices: Sequence[ParameterChoice] = parameter_choices(value.shape, self.sizes)
@@ -223,8 +228,9 @@ class IntraOpProblem:
             choices = constraints.roles.parameter(dim_origins(self.graph, index), choices)
         choices = tuple(constraints.parameter(info.name, choices, self.sizes))
         found = parameter_prices(
-            self.prices, choices, value.bytes, info.optimizer_bytes, parameters=len(self.parameters), central=central
-        )
+            self.prices, choices, value.bytes, info.optimizer_bytes, parameters=len(self.parameters), central=central,
+            exposure=exposure,
+        )  # fmt: skip
         if free:
             self.prices.parameters[key] = found
         return found
@@ -346,7 +352,7 @@ class IntraOpProblem:
         value = self.graph.values[index]
         return self.prices.conversion_table(
             sources, targets, value.bytes, forward_runs=runs, differentiated=value.differentiated,
-            times=self.microbatches * times,
+            times=self.microbatches * times, exposure=self.prices.exposure(self.graph, index),
         )  # fmt: skip
 
     def _gathered_in_loops(

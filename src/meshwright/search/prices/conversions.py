@@ -21,6 +21,7 @@ import numpy as np
 from ...cluster import LogicalMesh
 from ...cost.collective import KINDS, collective_lines
 from ...sharding import Spec, convert
+from .exposure import ALL, Exposure
 from .spec_row import SpecRow
 
 # A collective of a conversion: its kind, its axes, the axes that split its buffer, and whether it is strided.
@@ -47,24 +48,28 @@ class ConversionPrices:
         # move, algorithm]`, infinite where there are no more; the share of the value in a buffer; and what each byte of
         # a buffer takes beside.
         self._known_moves = np.zeros((2, 0, 1)), np.zeros(0), np.zeros(0)
-        # By size: fixed seconds and seconds per byte of every conversion, forward and backward.
+        # By size: fixed seconds, seconds per byte and those of a start of every conversion, forward and backward.
         self._terms: dict[int, np.ndarray] = {}
 
     def table(
         self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool, forward_runs: float,
-        backward: bool, times: float = 1.0,
+        backward: bool, times: float = 1.0, exposure: Exposure = ALL,
     ) -> np.ndarray:  # fmt: skip
         """Seconds from each source to each target, `[source, target]`, infinite where no conversion exists: so many
-        times so many runs of the forward collectives, and one of the backward ones, on a value of so many bytes in all.
-        Without a cotangent what that would be does not matter."""
+        times so many runs of the forward collectives, and one of the backward ones, on a value of so many bytes in all,
+        as far as a step waits for them. Without a cotangent what that would be does not matter."""
         if not differentiated:
             sources, targets = sources.without_broadcast, targets.without_broadcast
         numbers = _CATALOGUE.numbers(sources, targets)
         # Of these pairs alone: of a whole catalogue for every number of bytes they were a tenth of a search's memory.
-        fixed, rate, back_fixed, back_rate = self._terms_of(self._size(value_bytes)).take(numbers, axis=1)
-        seconds = forward_runs * (fixed + rate * value_bytes)
+        fixed, rate, start, back_fixed, back_rate, back_start = (
+            terms.take(numbers) for terms in self._terms_of(self._size(value_bytes))
+        )
+        saved = 1 - exposure.starts
+        seconds = forward_runs * exposure.of_gather(fixed - saved * start + rate * value_bytes)
         if backward:
-            seconds += back_fixed + back_rate * value_bytes
+            summed = back_fixed - saved * back_start + back_rate * value_bytes
+            seconds += exposure.of_sum(summed, backward_runs=forward_runs)
         return times * seconds
 
     def _size(self, value_bytes: float) -> int:
@@ -81,8 +86,8 @@ class ConversionPrices:
         return all(len(self._lines(kind, group)[0]) == 1 for kind in KINDS for group in groups)
 
     def _terms_of(self, size: int) -> np.ndarray:
-        """Of all conversions in the catalogue: `[fixed and rate, forward and then backward; conversion]`."""
-        known = self._terms.get(size, np.zeros((4, 0)))
+        """Of all conversions in the catalogue: `[fixed, rate and start, forward and then backward; conversion]`."""
+        known = self._terms.get(size, np.zeros((6, 0)))
         done = known.shape[1]
         if done < len(_CATALOGUE):
             moves, (forward, backward) = self._priced_moves(size), _CATALOGUE.moves_of(done)
@@ -91,12 +96,14 @@ class ConversionPrices:
         return known
 
     def _priced_moves(self, size: int) -> np.ndarray:
-        """Fixed seconds and seconds per byte of the whole value of all moves in the catalogue, `[2, move]`: of the
-        algorithm that is the fastest there."""
+        """Fixed seconds and seconds per byte of the whole value of all moves in the catalogue, of the algorithm that is
+        the fastest there, and seconds of one that moves next to nothing: `[3, move]`."""
         (fixed, rates), shares, strided = self._moves_by_algorithm()
+        start = fixed.min(axis=1)
+        start[_NEVER : _NEVER + 1] = 0.0  # nothing is saved of what does not exist
         fastest = (fixed + rates * (shares * 2.0**size)[:, None]).argmin(axis=1)[:, None]
         fixed, rates = (np.take_along_axis(one, fastest, axis=1)[:, 0] for one in (fixed, rates))
-        return np.array([fixed, (rates + strided) * shares])
+        return np.array([fixed, (rates + strided) * shares, start])
 
     def _moves_by_algorithm(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         lines, shares, strided = self._known_moves

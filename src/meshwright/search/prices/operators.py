@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ...program.residuals import is_stored
 from ...sharding import Algorithm, Spec
 from .choices import Choices, values_of_parameters
 from .conversions import conversion_prices
+from .exposure import ALL, Exposure, exposure_of
 from .kernels import (
     KernelsOf,
     OperatorKernels,
@@ -130,7 +132,7 @@ class Prices:
 
     def conversion_table(
         self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, forward_runs: int, differentiated: bool,
-        times: float = 1, backward: bool = True,
+        times: float = 1, backward: bool = True, exposure: Exposure = ALL,
     ) -> np.ndarray:  # fmt: skip
         """Seconds from each source spec to each target spec; infinite where no conversion exists.
 
@@ -142,19 +144,24 @@ class Prices:
           differentiated: whether the value has a cotangent; if not, backward collectives do not run.
           times: how often all that is done.
           backward: whether backward collectives run at all.
+          exposure: what a step waits for of them.
 
         Returns:
           Shape (sources, targets). The array lives as long as these prices and is not to be changed: its identity tells
           it from others.
         """
         # Rows are hashed by their identity, which is quicker: there is one of each, for good.
-        key = (id(sources), id(targets), value_bytes, forward_runs, differentiated, times, backward)
+        key = (id(sources), id(targets), value_bytes, forward_runs, differentiated, times, backward, exposure)
         if key not in self._tables:
             self._tables[key] = self._conversions.table(
                 sources, targets, value_bytes, differentiated=differentiated, forward_runs=forward_runs,
-                backward=backward and differentiated, times=times,
+                backward=backward and differentiated, times=times, exposure=exposure,
             )  # fmt: skip
         return self._tables[key]
+
+    def exposure(self, graph: Graph, value: int) -> Exposure:
+        """What a step waits for of the collectives of a value."""
+        return exposure_of(graph, value, prod(self.sizes.values()), self.device, self.profile)
 
     def of_operator(
         self, graph: Graph, operator: Operator, choices: Choices, of_parameters: Container[int | None]

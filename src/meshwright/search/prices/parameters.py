@@ -12,6 +12,7 @@ import numpy as np
 from ...cost.compute import elementwise_seconds
 from ...sharding import Spec, Step, convert
 from .choices import ParameterChoice
+from .exposure import ALL, Exposure
 from .of_choices import ParameterPrices
 from .operators import Prices
 
@@ -26,16 +27,18 @@ class _Moves:
     """The conversions between the use spec of a parameter and its storage spec.
 
     Args:
-      steps: of its gradient, and then of itself.
+      gradient: of its gradient.
+      fetch: of itself.
       plain: whether its gradient is summed by one collective and no more.
     """
 
-    steps: tuple[Step, ...]
+    gradient: tuple[Step, ...]
+    fetch: tuple[Step, ...]
     plain: bool
 
 
 # By steps and whether they are plain: many choices have the same.
-_MOVES: dict[tuple[tuple[Step, ...], bool], _Moves] = {}
+_MOVES: dict[tuple[tuple[Step, ...], tuple[Step, ...], bool], _Moves] = {}
 
 
 @lru_cache(maxsize=1 << 14)
@@ -44,33 +47,37 @@ def _moves(choice: ParameterChoice) -> _Moves:
     fetch = convert(choice.storage, Spec(choice.use.dims))
     assert gradient is not None
     assert fetch is not None
-    found = tuple(step for step in (*gradient, *fetch) if step.forward is not None), len(gradient) == 1
+    summed, fetched = (tuple(step for step in steps if step.forward is not None) for steps in (gradient, fetch))
+    found = summed, fetched, len(gradient) == 1
     return _MOVES.setdefault(found, _Moves(*found))
 
 
 def _exchange_seconds(
-    prices: Prices, moves: _Moves, value_bytes: float, *, parameters: int, central: bool
+    prices: Prices, moves: _Moves, value_bytes: float, *, parameters: int, central: bool, exposure: Exposure
 ) -> tuple[float, float]:
     """Seconds of the moves of a parameter, and its share of what the start of the one sum of all gradients costs."""
-    synchronise = shared = 0.0
-    for step in moves.steps:
+    seconds_of = {True: 0.0, False: 0.0}  # by whether they are of the gradient
+    shared = 0.0
+    for of_gradient, step in [*((True, step) for step in moves.gradient), *((False, step) for step in moves.fetch)]:
         kind, count = str(step.forward), 1
         if kind == "all_reduce" and central:
             kind, count = "permute", central_messages(step.axes, prices.sizes)
         size = value_bytes * step.buffer_fraction(prices.sizes)
         seconds = count * prices.collective(kind, size, step.axes, strided=step.strided)
+        start, one_of_all = prices.collective(kind, 1.0, step.axes), 1 / max(parameters, 1)
         if step.forward == "all_reduce" and moves.plain:
             # Plain sums of all gradients run as one collective (`run_together`): its fixed cost is shared.
-            fixed = count * prices.collective(kind, 1.0, step.axes)
-            seconds -= fixed * (1 - 1 / max(parameters, 1))
-            shared += prices.collective("all_reduce", 1.0, step.axes) / max(parameters, 1)
-        synchronise += seconds
-    return synchronise, shared
+            seconds -= count * start * (1 - one_of_all)
+            shared += prices.collective("all_reduce", 1.0, step.axes) * one_of_all
+        elif not central:
+            seconds -= start * (1 - exposure.starts)
+        seconds_of[of_gradient] += seconds
+    return exposure.of_sum(seconds_of[True]) + seconds_of[False], shared
 
 
 def parameter_prices(
     prices: Prices, choices: Sequence[ParameterChoice], value_bytes: float, optimizer_bytes: float, *,
-    parameters: int, central: bool,
+    parameters: int, central: bool, exposure: Exposure = ALL,
 ) -> ParameterPrices:  # fmt: skip
     """The prices of a parameter on one mesh.
 
@@ -81,13 +88,14 @@ def parameter_prices(
       optimizer_bytes: of its optimizer state.
       parameters: that share one sum of gradients, this one among them.
       central: whether gradients go to one server and back.
+      exposure: what a step waits for of the sum of its gradient; of fetching it all.
     """
     sizes, device = prices.sizes, prices.device
     used = np.array([choice.use.shards(sizes) for choice in choices], dtype=float)
     stored = np.array([choice.storage.shards(sizes) for choice in choices], dtype=float)
     moves = [_moves(choice) for choice in choices]
     each = {
-        one: _exchange_seconds(prices, one, value_bytes, parameters=parameters, central=central)
+        one: _exchange_seconds(prices, one, value_bytes, parameters=parameters, central=central, exposure=exposure)
         for one in dict.fromkeys(moves)
     }
     synchronise, shared = np.array([each[one] for one in moves]).reshape(-1, 2).T

@@ -1,0 +1,126 @@
+"""Collectives of parameters that run beside compute: what is hidden, where, and how much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+from meshwright import zoo
+from meshwright.cluster import load_cluster
+from meshwright.cost.efficiency import profile_of
+from meshwright.planning.plan_for import plan_for
+from meshwright.program.graph import Graph
+from meshwright.program.traces import Traces
+from meshwright.report.why import why
+from meshwright.search.prices.exposure import reading_flops
+from meshwright.search.prices.operators import prices_of
+from meshwright.search.prices.spec_row import SpecRow
+from meshwright.sharding import Spec
+
+HOPPER, AMPERE, TPU = (load_cluster(name) for name in ("dgx-h100", "dgx-a100-80", "tpu-v5e"))
+WIDTH, ROWS = 64, 256
+FLOPS = 2 * ROWS * WIDTH * WIDTH
+
+
+def graph_of(loss: Callable[..., Any], *shapes: tuple[int, ...]) -> Graph:
+    def step(params: Any, x: Any) -> Any:
+        value, grads = mw.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return Traces(step).program((tuple(arrays), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))).graph
+
+
+def test_products_that_read_a_cast_of_a_parameter_read_the_parameter() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        first, second, scale = params
+        x = jnp.tanh(x.astype(jnp.bfloat16) @ first.astype(jnp.bfloat16)).astype(jnp.float32)
+        return jnp.sum((x @ second + x @ second.T) * scale)
+
+    graph = graph_of(loss, (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,))
+    first, second, scale = (graph.inputs[position] for position in graph.parameters)
+    flops = reading_flops(graph)
+    (cast,) = (op.results[0] for op in graph.operators if op.operands[:1] == (first,))
+    assert (flops[first], flops[cast], flops[second]) == (FLOPS, FLOPS, 2 * FLOPS)
+    assert scale not in flops
+
+
+def test_what_is_gathered_before_a_loop_does_not_run_beside_its_body() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params[0])[0])
+
+    graph = graph_of(loss, (4, WIDTH, WIDTH))
+    flops = reading_flops(graph)
+    (row,) = (op.results[0] for op in graph.operators if op.name == "scan_slice")
+    assert flops == {row: FLOPS}
+    prices = prices_of(HOPPER.logical_mesh((8,), ("x",)), HOPPER.device)
+    alone = prices.exposure(graph, row)
+    assert alone.gathers > 0.0 == alone.sums  # summed at its end
+    assert alone.starts == 1.0  # there is nothing else to join it with in a trip
+
+
+def test_small_collectives_share_starts() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        weight, large, rows, biases = params
+        x = jax.lax.scan(lambda x, one: (x @ one[0] + one[1], None), x, (rows, biases))[0]
+        return jnp.sum(jnp.tanh(x @ weight) @ large)
+
+    shapes = ((WIDTH, WIDTH), (WIDTH, 2**17), (4, WIDTH, WIDTH), (4, WIDTH))
+    graph = graph_of(loss, *shapes)
+    weight, large, *_ = (graph.inputs[position] for position in graph.parameters)
+    rows = [op.results[0] for op in graph.operators if op.name == "scan_slice"]
+    for cluster, few in ((HOPPER, 1 / 8), (AMPERE, 1 / 8), (TPU, 1.0)):
+        prices = prices_of(cluster.logical_mesh((8,), ("x",)), cluster.device)
+        starts = [prices.exposure(graph, value).starts for value in (weight, large, *rows)]
+        assert starts == [few, 1.0, *[0.5 if few < 1 else 1.0] * 2]
+    assert prices_of(HOPPER.logical_mesh((8,), ("x",)), HOPPER.device).exposure(graph, graph.outputs[0]).starts == 1.0
+
+
+@pytest.mark.parametrize("cluster", [HOPPER, AMPERE, TPU])
+def test_a_gather_and_a_sum_cost_what_they_are_longer_than_products(cluster: Any) -> None:
+    graph = graph_of(lambda params, x: jnp.sum(jnp.tanh(x @ params[0])), (WIDTH, WIDTH))
+    weight = graph.inputs[graph.parameters[0]]
+    prices, profile = prices_of(cluster.logical_mesh((8,), ("x",)), cluster.device), profile_of(cluster.device)
+    product = FLOPS / 8 / cluster.device.achievable_flops("float32")
+    rows, whole = SpecRow([Spec((("x",), ()))]), SpecRow([Spec(((), ()), broadcast=frozenset({"x"}))])
+    for size in (1.0, 2.0**14, 2.0**30):
+
+        def seconds(size: float = size, **options: Any) -> float:
+            exposure = replace(prices.exposure(graph, weight), starts=1.0)
+            return prices.conversion_table(rows, whole, size, differentiated=True, exposure=exposure, **options).item()
+
+        gather, scatter = (prices.collective(kind, size, ("x",)) for kind in ("all_gather", "reduce_scatter"))
+        waited = gather - profile.hidden_weights * min(gather, product)
+        assert seconds(forward_runs=1, backward=False) == pytest.approx(waited)
+        for runs in (1, 2):  # gathered again, the two share the products of the backward pass
+            summed = scatter - profile.hidden_gradients * min(scatter, 2 * product / runs)
+            assert seconds(forward_runs=runs) == pytest.approx(runs * waited + summed)
+    assert (profile.hidden_weights > 0, profile.hidden_gradients > 0) == (cluster is not AMPERE, cluster is HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("preset", "microbatches", "cluster", "hides"),
+    [
+        ("zero(stage=3)", 2, HOPPER, True), ("zero(stage=3)", 1, TPU, True), ("zero(stage=3)", 1, AMPERE, False),
+        ("data_parallel", 1, HOPPER, True),
+        # Behind a loop over microbatches nothing runs beside sums.
+        ("data_parallel", 2, HOPPER, False), ("data_parallel", 1, TPU, False),
+    ],
+)  # fmt: skip
+def test_plans_say_what_runs_beside_compute(preset: str, microbatches: int, cluster: Any, hides: bool) -> None:
+    target = zoo.mlp(width=2048, layers=2, batch=2**14)
+    found = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster=cluster, preset=preset,
+        microbatches=microbatches,
+    )  # fmt: skip
+    told = why(found.plan)
+    assert told is not None
+    (rank,) = told.ranks
+    assert (rank.hidden > 0.05 * rank.compute) == hides
+    assert rank.hidden <= rank.compute
