@@ -49,9 +49,11 @@ _PASSES = (("transpose(", "backward"), ("jvp(", "forward"), ("", "update"))
 
 def compiled_text(lowered: Any, folder: Path, *, early: bool) -> str:
     """The scheduled program; `early`: as soon as it is written, code being generated still."""
+    from meshwright._jax.ahead import compile_ahead
+
     if not early:
         return str(lowered.compile().as_text())
-    threading.Thread(target=lambda: lowered.compile(compiler_options=dumping(folder)), daemon=True).start()
+    threading.Thread(target=lambda: compile_ahead(lowered, dumping(folder)), daemon=True).start()
     while not list(folder.glob("*memory-usage-report.txt")):
         time.sleep(0.2)
     return max(folder.glob("*_gpu_after_optimizations.txt"), key=lambda path: path.stat().st_size).read_text()

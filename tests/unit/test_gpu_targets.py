@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import jax
 import pytest
 
-from meshwright._jax.ahead import has_cuda_compiler
+from meshwright._jax.ahead import compile_ahead, has_cuda_compiler
 from meshwright._jax.hlo import read_compiled
 from meshwright.cluster import Cluster, Device, load_cluster, preset_names
 from meshwright.compilers import check_compiler, target_devices, targets
@@ -44,6 +45,29 @@ def test_a_target_says_what_a_device_is(kind: str) -> None:
     for name in ("core_count", "memory_bandwidth", "l2_cache_size", "threads_per_core_limit"):
         assert int(found[name]) > 0
     assert int(found["shared_memory_per_block_optin"]) <= int(found["shared_memory_per_core"])
+
+
+class Lowered:
+    """A program of which a product has no tiles unless the library's is taken, and the options of its compilations."""
+
+    def __init__(self, words: str) -> None:
+        self._words, self.options = words, list[dict[str, object]]()
+
+    def compile(self, compiler_options: dict[str, object]) -> str:
+        self.options.append(compiler_options)
+        if compiler_options.get("xla_gpu_enable_triton_gemm", True):
+            raise jax.errors.JaxRuntimeError(self._words)
+        return "compiled"
+
+
+def test_products_without_tiles_are_the_librarys() -> None:
+    lowered = Lowered("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot.47")
+    assert compile_ahead(lowered, {"xla_dump_to": "here"}) == "compiled"
+    assert lowered.options == [{"xla_dump_to": "here"}, {"xla_dump_to": "here", "xla_gpu_enable_triton_gemm": False}]
+    other = Lowered("RESOURCE_EXHAUSTED: out of memory")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        compile_ahead(other)
+    assert len(other.options) == 1
 
 
 def test_the_target_of_an_h100() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,28 @@ _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost",
 }  # fmt: skip
+
+
+# What XLA says of a product for which none of its Triton tiles serves (jax-ml/jax#34010). With a GPU it tries them out,
+# and takes the library's product then.
+_NO_TILES = "Couldn't find output tile sizes"
+
+
+def compile_ahead(lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """A lowered program compiled for devices that are not here; where one of its products has no Triton tiles, with the
+    library's products.
+
+    Args:
+      lowered: as `jax.jit(f).lower(...)` returns it.
+      options: of the compiler.
+    """
+    asked = dict(options or {})
+    try:
+        return lowered.compile(compiler_options=asked)
+    except jax.errors.JaxRuntimeError as error:
+        if _NO_TILES not in str(error):
+            raise
+        return lowered.compile(compiler_options={**asked, "xla_gpu_enable_triton_gemm": False})
 
 
 def has_tpu_compiler() -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from .._jax.ahead import compile_ahead
 from .._jax.hlo import CompiledCollective, CompiledFacts, read_compiled
 from .._jax.hlo_schedule import Schedule, in_turn, read_schedule
 from ..cluster import Cluster
@@ -123,7 +124,7 @@ def facts_of(step: Executable, plan: Plan, *, cluster: Cluster | None = None) ->
 
 def _compiled(lowered: Any, *, ahead: bool) -> _Compiled:
     try:
-        compiled = lowered.compile()
+        compiled = compile_ahead(lowered) if ahead else lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         words = str(error).partition("\n")[0]
         if not ahead:
