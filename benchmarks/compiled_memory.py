@@ -2,12 +2,14 @@
 
     python benchmarks/compiled_memory.py --platform tpu --only 'gpt3-125m*'
     python benchmarks/compiled_memory.py --platform gpu --record compiled.json
+    python benchmarks/compiled_memory.py --platform tpu --every --record every.json
 
 A row is a model, a cluster, a batch and what its plan of one stage is held to; a model of another's code is a file of
 `benchmarks/programs` and a name in it (`public_programs.py` says where its code is found). It needs the compiler of the
 cluster (`make setup-tpu`, `make setup-cuda`; docs/compilers.md); `--platform` picks the rows of one. XLA writes down
 where every buffer lies before it generates code, which is most of compiling: as soon as it has, the process of the row
-ends, so that a row takes ten seconds to a minute.
+ends, so that a row takes ten seconds to a minute. `--every` has other rows: of each kind of device that is compiled
+for, on as few hosts as hold twice its state, every reference model of 1 to 80 thousand million parameters.
 
 Prints one JSON object: for each row the predicted and compiled peak in bytes, the device's limit and what XLA computes
 again by itself; and over all rows the median error of peaks, the 90th percentile and the most that one is too low.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import statistics
@@ -27,6 +30,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -91,6 +95,35 @@ def _rows() -> tuple[Row, ...]:
 
 ROWS = _rows()
 
+# One preset of each kind of device, and its devices a host.
+_KINDS = {
+    "tpu-v4": 4, "tpu-v5e": 8, "tpu-v5p": 4, "tpu-v6e": 8, "p3.16xlarge": 8, "dgx-a100-40": 8, "dgx-a100-80": 8,
+    "dgx-h100": 8, "dgx-h200": 8, "dgx-b200": 8,
+}  # fmt: skip
+
+# Bytes of state of a parameter: itself and its gradient in float32, two moments of Adam.
+_STATE_BYTES = 16.0
+
+
+def every_row() -> Iterator[Row]:
+    """Rows of every reference model of a size that people train on a few hosts, with its own batch."""
+    import jax
+
+    from meshwright import zoo
+    from meshwright.cluster import load_cluster
+
+    for name in zoo.names():
+        leaves = jax.tree.leaves(zoo.build(name).example_state["params"])
+        parameters = sum(math.prod(leaf.shape) for leaf in leaves)
+        if not 0.95e9 <= parameters <= 80e9:
+            continue
+        for preset, devices in _KINDS.items():
+            unit = devices if preset.startswith("tpu") else 1  # a slice is asked for by its chips
+            memory = devices * load_cluster(f"{preset}:{unit}").device.memory_bytes
+            hosts = 2 ** max(0, math.ceil(math.log2(2 * _STATE_BYTES * parameters / memory)))
+            yield f"{name}+own", f"{preset}:{hosts * unit}", 0, ""
+
+
 # A row is stopped after so long.
 LATE_SECONDS = 600.0
 
@@ -134,7 +167,7 @@ def lowered_row(row: Row) -> tuple[Any, Any, Any]:
         train_step, args = built.step, (built.example_state, built.example_batch)
     else:
         text = model if model in zoo.names() else f"{HERE / 'programs' / model}"
-        loaded = load_target(text, global_batch=batch, attention=None, cluster=cluster_name)
+        loaded = load_target(text, global_batch=batch or None, attention=None, cluster=cluster_name)
         train_step, args = loaded.step, tuple(loaded.example_args)
     cluster = load_cluster(cluster_name)
     options = {"preset": preset} if preset else {"stages": 1}
@@ -196,6 +229,7 @@ def main() -> int:
     """Run the rows that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="names or patterns of names, separated by semicolons")
+    parser.add_argument("--every", action="store_true", help="every reference model on every kind of device")
     parser.add_argument("--platform", choices=("tpu", "gpu"), help="only rows of these devices")
     parser.add_argument("--record", type=Path, help="write the rows to this file")
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -204,7 +238,7 @@ def main() -> int:
     if asked.row:
         run_row(tuple(json.loads(asked.row)), asked.folder)
     known = json.loads(asked.record.read_text()) if asked.record and asked.record.exists() else {}
-    for row in ROWS:
+    for row in every_row() if asked.every else ROWS:
         name = name_of(row)
         platform = "tpu" if row[1].startswith("tpu") else "gpu"
         wanted = any(fnmatchcase(name, pattern) for pattern in asked.only.split(";"))

@@ -53,8 +53,9 @@ def compiled_text(lowered: Any, folder: Path, *, early: bool) -> str:
 
     if not early:
         return str(lowered.compile().as_text())
-    threading.Thread(target=lambda: compile_ahead(lowered, dumping(folder)), daemon=True).start()
-    while not list(folder.glob("*memory-usage-report.txt")):
+    thread = threading.Thread(target=compile_ahead, args=(lowered, dumping(folder)), daemon=True)
+    thread.start()
+    while thread.is_alive() and not list(folder.glob("*memory-usage-report.txt")):
         time.sleep(0.2)
     return max(folder.glob("*_gpu_after_optimizations.txt"), key=lambda path: path.stat().st_size).read_text()
 
@@ -95,6 +96,17 @@ def run_row(row: Row, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measured(row: Row) -> dict[str, Any]:
+    """A row, in a process of its own."""
+    command = [sys.executable, __file__, "--row", json.dumps(row)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LATE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took more than {LATE_SECONDS:g} s"}
+    lines = done.stdout.strip().splitlines()
+    return json.loads(lines[-1]) if lines else {"failed": done.stderr.strip().splitlines()[-1:]}
+
+
 def main() -> int:
     """Run the rows that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,12 +124,7 @@ def main() -> int:
         wanted = any(fnmatchcase(name_of(row), pattern) for pattern in asked.only.split(";"))
         if not wanted or asked.platform not in (None, platform):
             continue
-        done = subprocess.run(
-            [sys.executable, __file__, "--row", json.dumps(row)], capture_output=True, text=True, check=False,
-            timeout=LATE_SECONDS,
-        )  # fmt: skip
-        lines = done.stdout.strip().splitlines()
-        rows[name_of(row)] = json.loads(lines[-1]) if lines else {"failed": done.stderr.strip().splitlines()[-1:]}
+        rows[name_of(row)] = measured(row)
         print(name_of(row), json.dumps(rows[name_of(row)]), file=sys.stderr, flush=True)
     done_rows = [one for one in rows.values() if "failed" not in one]
     pairs = [(one["predicted"]["hidden"], one["scheduled"]["all"]["hidden"]) for one in done_rows]

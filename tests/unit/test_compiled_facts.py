@@ -23,7 +23,7 @@ class Refusing(PlannedStep):
     def lower(self) -> Any:
         return self
 
-    def compile(self) -> Any:
+    def compile(self, **options: Any) -> Any:
         raise jax.errors.JaxRuntimeError(self.words)
 
 

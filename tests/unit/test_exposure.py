@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from meshwright.planning.plan_for import plan_for
 from meshwright.program.graph import Graph
 from meshwright.program.traces import Traces
 from meshwright.report.why import why
-from meshwright.search.prices.exposure import reading_flops
+from meshwright.search.prices.exposure import reading_products
 from meshwright.search.prices.operators import prices_of
 from meshwright.search.prices.spec_row import SpecRow
 from meshwright.sharding import Spec
@@ -45,10 +44,26 @@ def test_products_that_read_a_cast_of_a_parameter_read_the_parameter() -> None:
 
     graph = graph_of(loss, (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,))
     first, second, scale = (graph.inputs[position] for position in graph.parameters)
-    flops = reading_flops(graph)
+    products = reading_products(graph)
     (cast,) = (op.results[0] for op in graph.operators if op.operands[:1] == (first,))
-    assert (flops[first], flops[cast], flops[second]) == (FLOPS, FLOPS, 2 * FLOPS)
-    assert scale not in flops
+    # In the type that the product has; of two that read one parameter the longer.
+    assert products[first] == products[cast] == (FLOPS, "bfloat16")
+    assert products[second] == (FLOPS, "float32")
+    assert scale not in products
+
+
+def test_no_product_counts_for_more_than_its_own_flops() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        left, right, free, scaled = params
+        x = x @ jnp.concatenate([left, right], axis=1)
+        x = x @ ((free - jnp.mean(free)) / jnp.std(free))
+        return jnp.sum(jnp.tanh(x) @ (scaled / jnp.linalg.norm(scaled)))
+
+    graph = graph_of(loss, (WIDTH, WIDTH // 4), (WIDTH, 3 * WIDTH // 4), (WIDTH, WIDTH), (WIDTH, WIDTH))
+    products = reading_products(graph)
+    left, right, *whole = (products[graph.inputs[position]].flops for position in graph.parameters)
+    assert (left, right) == (FLOPS / 4, 3 * FLOPS / 4)
+    assert all(0.99 * FLOPS < flops <= FLOPS for flops in whole)
 
 
 def test_what_is_gathered_before_a_loop_does_not_run_beside_its_body() -> None:
@@ -56,13 +71,23 @@ def test_what_is_gathered_before_a_loop_does_not_run_beside_its_body() -> None:
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params[0])[0])
 
     graph = graph_of(loss, (4, WIDTH, WIDTH))
-    flops = reading_flops(graph)
+    products = reading_products(graph)
     (row,) = (op.results[0] for op in graph.operators if op.name == "scan_slice")
-    assert flops == {row: FLOPS}
+    assert products == {row: (FLOPS, "float32")}
     prices = prices_of(HOPPER.logical_mesh((8,), ("x",)), HOPPER.device)
     alone = prices.exposure(graph, row)
     assert alone.gathers > 0.0 == alone.sums  # summed at its end
     assert alone.starts == 1.0  # there is nothing else to join it with in a trip
+
+
+def test_what_a_loop_reads_in_all_trips_is_in_it_too() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(x @ params[0]), None), x, None, length=4)[0])
+
+    graph = graph_of(loss, (WIDTH, WIDTH))
+    (inside,) = (op.results[0] for op in graph.operators if op.name == "scan_const" and op.operands[0] != 0)
+    exposure = prices_of(HOPPER.logical_mesh((8,), ("x",)), HOPPER.device).exposure(graph, inside)
+    assert (exposure.sums, exposure.starts) == (0.0, 1.0)
 
 
 def test_small_collectives_share_starts() -> None:
@@ -92,10 +117,14 @@ def test_a_gather_and_a_sum_cost_what_they_are_longer_than_products(cluster: Any
     for size in (1.0, 2.0**14, 2.0**30):
 
         def seconds(size: float = size, **options: Any) -> float:
-            exposure = replace(prices.exposure(graph, weight), starts=1.0)
+            exposure = prices.exposure(graph, weight)
             return prices.conversion_table(rows, whole, size, differentiated=True, exposure=exposure, **options).item()
 
-        gather, scatter = (prices.collective(kind, size, ("x",)) for kind in ("all_gather", "reduce_scatter"))
+        saved = 1 - prices.exposure(graph, weight).starts
+        gather, scatter = (
+            prices.collective(kind, size, ("x",)) - saved * prices.collective(kind, 1e-9, ("x",))
+            for kind in ("all_gather", "reduce_scatter")
+        )
         waited = gather - profile.hidden_weights * min(gather, product)
         assert seconds(forward_runs=1, backward=False) == pytest.approx(waited)
         for runs in (1, 2):  # gathered again, the two share the products of the backward pass
@@ -123,4 +152,32 @@ def test_plans_say_what_runs_beside_compute(preset: str, microbatches: int, clus
     assert told is not None
     (rank,) = told.ranks
     assert (rank.hidden > 0.05 * rank.compute) == hides
+    assert (rank.hidden > 0) == hides
+    assert rank.hidden <= rank.compute
+
+
+@pytest.mark.parametrize("preset", ["data_parallel", "zero(stage=1)", "zero(stage=3)"])
+@pytest.mark.parametrize("cluster", [HOPPER, AMPERE, TPU])
+def test_what_is_counted_is_what_is_priced(preset: str, cluster: Any) -> None:
+    """Of many small parameters: collectives that the plan counts take what the step waits for and what is hidden."""
+
+    def loss(params: Any, x: Any) -> Any:
+        for weight, bias in zip(params["w"], params["b"], strict=True):
+            x = jnp.tanh(x @ weight + bias)
+        return jnp.sum(x**2)
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = mw.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    shapes = {"w": (512, 512), "b": (512,)}
+    params = {name: [jax.ShapeDtypeStruct(shape, jnp.float32)] * 20 for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((2**13, 512), jnp.float32)
+    stage = plan_for(step, (params, x), cluster=cluster, preset=preset, microbatches=1).plan.stages[0]
+    told = why(plan_for(step, (params, x), cluster=cluster, preset=preset, microbatches=1).plan)
+    assert told is not None
+    (rank,) = told.ranks
+    assert stage.communication_seconds == pytest.approx(rank.collectives + rank.hidden)
+    hides = cluster is HOPPER or (cluster is TPU and preset == "zero(stage=3)")
+    assert (rank.hidden > 1e-3 * rank.collectives) == hides
     assert rank.hidden <= rank.compute

@@ -75,6 +75,7 @@ class Asked(SimpleNamespace):
     """As much of a request as a refinement reads."""
 
     faster_than_seconds = math.inf
+    microbatches = None
 
     def __init__(self, left: Callable[[], float]) -> None:
         traces = SimpleNamespace(longest_seconds=TRACE)

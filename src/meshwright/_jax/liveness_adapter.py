@@ -19,10 +19,10 @@ from meshwright._jax.dataflow import Kind, Program
 from meshwright._jax.jaxpr import is_dropped, is_literal, open_jaxpr, scan_parts, source_line
 from meshwright._jax.liveness_builder import Builder
 from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_collective
+from meshwright._jax.liveness_turned import OWN_KERNEL, called_body, has_turned_slices, is_turned
 from meshwright._jax.ragged_on_cpu import products_of_all_groups
 
 _PLAIN = (bool, int, str, type(None))  # parameters that are compared as they are
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _VIEWS = ("reshape", "squeeze", "expand_dims", "stop_gradient", "sharding_constraint", "pvary", "pcast", "copy", "name")
 _PERMUTES = ("rev", "slice", "pad", "concatenate", "dynamic_slice", "gather")
 _REDUCES = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
@@ -34,15 +34,6 @@ _EXPENSIVE = frozenset(
 _LIBRARY = frozenset(
     """abs add add_any cbrt ceil convert_element_type cos div erf exp expm1 floor log log1p logistic max min mul
     neg pow round rsqrt sign sin sqrt square sub tanh""".split()  # noqa: SIM905 (a table, not a column)
-)
-# Primitives whose one result may have the shape of their operands although they are no arithmetic.
-OWN_KERNEL = frozenset(
-    """attention attention_backward cholesky cholesky_update cumlogsumexp cummax cummin cumprod cumsum
-    custom_partitioning
-    dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper fft ffi_call householder_product io_callback
-    ormqr pallas_call pbroadcast ppermute pure_callback random_bits reduce_window reduce_window_max reduce_window_min
-    reduce_window_sum scaled_dot scaled_matmul_wrapper select_and_gather_add select_and_scatter select_and_scatter_add
-    sort symmetric_product threefry2x32 triangular_solve tridiagonal_solve""".split()  # noqa: SIM905 (a table)
 )
 
 
@@ -188,7 +179,7 @@ class _Reader(Builder):
             return self.emit(Kind.BRANCH, name, operands, avals, bodies=bodies)
         if name == "ragged_dot_general" and self.platform == "cpu":
             return self._inline(products_of_all_groups(equation), operands)
-        if (body := self._called(equation)) is not None:
+        if (body := called_body(equation)) is not None:
             if params.get("differentiated") and params.get("prevent_cse"):
                 operands = self.barrier(operands)  # the start of a recomputation
             return self._inline(body, operands)
@@ -271,18 +262,6 @@ class _Reader(Builder):
             return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key)
         return None
 
-    def _called(self, equation: Any) -> Any:
-        """The body of a call, if the equation is one: as many inputs and outputs, of the same shapes."""
-        for key in _CALLS:
-            body = equation.params.get(key)
-            inner = open_jaxpr(body)
-            if not hasattr(inner, "eqns") or len(inner.invars) != len(equation.invars):
-                continue
-            shapes = [getattr(atom.aval, "shape", None) for atom in inner.outvars]
-            if shapes == [getattr(var.aval, "shape", None) for var in equation.outvars]:
-                return body
-        return None
-
     def _is_arithmetic(self, name: str, reads: Sequence[int], avals: Sequence[Any]) -> bool:
         """Whether a primitive works element by element: it gives one array, of the shape of its operands spread over
         each other's dims."""
@@ -311,7 +290,10 @@ class _Reader(Builder):
         if self.on_tpu:
             reads = [*reads[: consts + carries], *self._narrowed(body, reads[consts + carries :], consts + carries)]
         elif self.on_gpu:
-            reads = [*reads[: consts + carries], *self._turned(body, reads[consts + carries :], consts + carries)]
+            same = [self._turned_before(body, var, reads[rank]) for rank, var in enumerate(body.invars[:consts])]
+            inner.given.update(arguments[rank] for rank in range(consts) if same[rank] != reads[rank])
+            stacks = self._turned(body, reads[consts + carries :], consts + carries)
+            reads = [*same, *reads[consts : consts + carries], *stacks]
         stacked = [inner.array(*self.types[value]) for value in reads[consts + carries :]]
         results = [inner.value(aval) for aval in outer_avals[carries:]]
         slices = [
@@ -386,7 +368,8 @@ class _Reader(Builder):
         return found
 
     def _turned(self, body: Any, stacks: Sequence[int], first: int) -> list[int]:
-        """What a loop takes slices of: copied before, where its body first moves another dim of a slice to the end.
+        """What a loop takes slices of: copied before, where its body first moves another dim of a slice to the end, or
+        gathers it along another dim than its first, which a gather wants to vary the slowest.
 
         XLA's GPU compiler lets the loop's readers choose how the stack lies, and whoever stacked it lays it otherwise.
         A stack that the program is given, as what a stage's forward pass kept for its backward pass, lies as it is
@@ -394,34 +377,19 @@ class _Reader(Builder):
         """
         found = []
         for var, stack in zip(body.invars[first:], stacks, strict=True):
-            if stack not in self.given and self._is_turned(body, var):
+            if stack not in self.given and is_turned(body, var):
                 aval = jax.ShapeDtypeStruct(*self.types[stack])
                 (stack,) = self.emit(Kind.OPAQUE, "copy", [stack], [aval], key="turned")
             found.append(stack)
         return found
 
-    def _is_turned(self, jaxpr: Any, var: Any, seen: set[Any] | None = None) -> bool:
-        """Whether something reads a variable only after it has moved another dim of it to the end."""
-        seen = set() if seen is None else seen
-        if var in seen:
-            return False
-        seen.add(var)
-        for equation in jaxpr.eqns:
-            for place, atom in enumerate(equation.invars):
-                if atom is not var:
-                    continue
-                if equation.primitive.name == "transpose":
-                    order, shape = equation.params["permutation"], atom.aval.shape
-                    if order[-1] != len(shape) - 1:
-                        return True
-                elif (inner := open_jaxpr(self._called(equation))) is not None:
-                    if self._is_turned(inner, inner.invars[place], seen):
-                        return True
-                elif equation.primitive.name not in OWN_KERNEL and len(equation.outvars) == 1:
-                    (made,) = equation.outvars
-                    if made.aval.shape == atom.aval.shape and self._is_turned(jaxpr, made, seen):
-                        return True
-        return False
+    def _turned_before(self, jaxpr: Any, var: Any, value: int) -> int:
+        """What a loop is given for all trips: copied before it where a loop inside takes slices that are turned. XLA
+        gives it the copy in place of the stack, as long as it runs."""
+        if not has_turned_slices(jaxpr, var):
+            return value
+        aval = jax.ShapeDtypeStruct(*self.types[value])
+        return self.emit(Kind.OPAQUE, "copy", [value], [aval], key="turned")[0]
 
     def _read_as(self, jaxpr: Any, var: Any) -> set[Any]:
         """The types that a variable is converted to by all that reads it; None among them where something else does."""
@@ -432,7 +400,7 @@ class _Reader(Builder):
                 continue
             if equation.primitive.name == "convert_element_type":
                 kinds.add(equation.outvars[0].aval.dtype)
-            elif (inner := open_jaxpr(self._called(equation))) is not None:
+            elif (inner := open_jaxpr(called_body(equation))) is not None:
                 kinds = kinds.union(*(self._read_as(inner, inner.invars[place]) for place in places))
             else:
                 kinds.add(None)

@@ -2,7 +2,9 @@
 
 Searches count memory by layouts. A plan that is found is therefore written out (nothing is compiled), and the peak of
 its programs is counted. Where a device cannot hold that, what the search missed is reserved (`MissedMemory`), and the
-search is repeated in less memory; what it knows by then makes that quick.
+search is repeated in less memory; what it knows by then makes that quick. Until a plan fits, what plans in some numbers
+of microbatches have missed is reserved in all numbers. That is a guess, so that the others are searched once more then,
+without it, for something faster.
 
 The time limit, with one trace of the step on top, covers all of that: a search leaves time to write its plan out. Where
 no time is left for it and no other plan is known, the plan is returned with the memory that the search counts, and a
@@ -19,7 +21,7 @@ from functools import partial
 from math import isfinite
 from typing import NamedTuple
 
-from ..errors import MemoryExceeded, size_words, smaller_words
+from ..errors import MemoryExceeded, PlanError, size_words, smaller_words
 from ..lowering.pipeline.stage_memory import StageMemory
 from ..lowering.written_out import written_out
 from ..plan import Plan, Stage
@@ -98,8 +100,8 @@ class Refinement:
         return self._asked.left_seconds + tracing - (_WRITING_TRACES * tracing if writing is None else writing)
 
     def run(self, search: Search, *, what: str, where: str, try_: str | None = None) -> SearchResult:
-        """The first plan of a search whose programs fit, with the memory that they need; where no time is left to write
-        it out, the first one, with a note.
+        """The first plan of a search whose programs fit, with the memory that they need, or a faster one that is found
+        once no reserve is a guess; where no time is left to write it out, the first one, with a note.
 
         Args:
           search: given what may not be counted on a device, the seconds that a step may count for at most, and those
@@ -114,24 +116,24 @@ class Refinement:
         """
         exceeded = partial(self._exceeded, what, where, try_ or smaller_words(self._asked.remat))
         best = self._first_that_fits(search, self.missed, self._asked.faster_than_seconds, exceeded)
-        # What was missed in some numbers of microbatches was reserved in the others, where less may be missed.
-        while self._leanest is not None and self._spare_seconds > 0:
-            if best.counted_seconds <= (1 + WORTH) * best.least_seconds:
-                break
-            try:
-                best = self._first_that_fits(search, self._seen, (1 - WORTH) * best.counted_seconds, exceeded)
-            except (NothingFaster, MemoryExceeded):
-                break
-        return best
+        # What was missed in some numbers of microbatches was reserved in the others too, where less may be missed.
+        guessed = self._leanest is not None and self._asked.microbatches is None
+        if not guessed or self._spare_seconds <= 0 or best.counted_seconds <= (1 + WORTH) * best.least_seconds:
+            return best
+        try:
+            better = self._first_that_fits(search, self._known, (1 - WORTH) * best.counted_seconds, exceeded)
+        except (NothingFaster, PlanError):
+            return best
+        return better.preferred_to(best)
 
-    def _seen(self, part: str) -> MissedMemory:
-        """What plans of a part of the space have missed, in the numbers of microbatches that they have."""
-        return self.missed(part).seen
+    def _known(self, part: str) -> MissedMemory:
+        """What plans of a part of the space have missed, reserved in their own numbers of microbatches alone."""
+        return self.missed(part).known
 
     def _first_that_fits(
         self, search: Search, missed: Missed, most: float, exceeded: Callable[[float], MemoryExceeded]
     ) -> SearchResult:
-        """The first plan of a search whose programs fit, and whose step counts for `most` seconds."""
+        """The first plan of a search whose programs fit, and whose step counts for less than `most` seconds."""
         while max(self._attempts.values(), default=0) < ATTEMPTS:
             try:
                 found = search(missed, most, max(_SEARCH_SHARE * self._spare_seconds, 0.0))

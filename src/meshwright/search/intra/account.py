@@ -25,7 +25,7 @@ class Issued:
       when: "forward" or "backward" for each microbatch (what is rematerialised runs again in the backward pass), or
         "step": once a step, for a gradient or a parameter.
       strided: as of `sharding.conversion.Step`.
-      starts: as of `Exposure`.
+      starts: how much of the cost of a start it pays (`search.prices.exposure`).
     """
 
     kind: str
@@ -194,7 +194,10 @@ def _of_parameters(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator
         fetch = convert(choice.storage, Spec(choice.use.dims))
         assert gradient is not None
         assert fetch is not None
-        for conversion in (gradient, fetch):
+        # Plain sums of all gradients run as one collective.
+        plain = len(gradient) == 1 and gradient[0].forward == "all_reduce"
+        joined = problem.prices.exposure(graph, value.index).starts
+        for conversion, starts in ((gradient, 1 / len(graph.parameters) if plain else joined), (fetch, joined)):
             for step in conversion:
                 size = value.bytes * step.buffer_fraction(problem.sizes)
                 if step.forward == "all_reduce" and problem.gradient_exchange == "central":
@@ -202,7 +205,7 @@ def _of_parameters(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator
                 elif step.forward is not None and prod(value.shape) > 1:
                     yield Issued(
                         kind=step.forward, axes=step.axes, size_bytes=size, count=1, when="step", strided=step.strided,
-                        starts=problem.prices.exposure(graph, value.index).starts,
+                        starts=starts,
                     )  # fmt: skip
     # What goes to the server goes in one buffer.
     for (axes, _), size in sorted(central.items()):

@@ -109,6 +109,10 @@ class LimitedProblem(IntraOpProblem):
             split_dims=split_dims,
         )  # fmt: skip
         self._workspace = self._workspace_by_node(workspace)
+        for value in workspace.gradients & self._defines.keys() if workspace is not None else ():
+            node, specs = self._defines[value]
+            held = self._input_bytes if node in self._input_bytes else self._workspace
+            held[node] = held[node] + self.local_bytes(value, specs)
 
     @cached_property
     def _once_bytes(self) -> Sequence[np.ndarray]:

@@ -69,6 +69,8 @@ class Workspace:
       gradient_bytes: of that gradient, and a cast of the weight where there is one, of all devices together.
       stacks: of whose rows a loop reads what it makes of parameters, and how often they are there beside the parameter
         and its gradient.
+      gradients: stacks of parameters of whose rows a loop makes all gradients before they are added to those of earlier
+        microbatches; which lasts, and counts for the whole step.
       bytes: of it all, of all devices together.
     """
 
@@ -76,6 +78,7 @@ class Workspace:
     weight: int | None
     gradient_bytes: float
     stacks: Mapping[int, float]
+    gradients: frozenset[int]
     bytes: float
 
 
@@ -104,9 +107,13 @@ def workspace_of(graph: Graph, *, microbatches: int, is_one_program: bool = Fals
     moments = worst_moments(graph, is_one_program=is_one_program, platform=platform)
     weight, gradient_bytes = _largest_gradient(graph) if microbatches > 1 else (None, 0.0)
     stacks = _stacks(graph, platform)
+    gradients = _stacked_gradients(graph) if microbatches > 1 and is_one_program else frozenset[int]()
     total = gradient_bytes + sum(moment.bytes(graph) for moment in moments) / max(len(moments), 1)
     total += sum(times * graph.values[value].bytes for value, times in stacks.items())
-    return Workspace(moments=moments, weight=weight, gradient_bytes=gradient_bytes, stacks=stacks, bytes=total)
+    total += sum(graph.values[value].bytes for value in gradients)
+    return Workspace(
+        moments=moments, weight=weight, gradient_bytes=gradient_bytes, stacks=stacks, gradients=gradients, bytes=total
+    )
 
 
 def worst_moments(graph: Graph, *, is_one_program: bool = False, platform: str = "cpu") -> tuple[Moment, ...]:
@@ -204,6 +211,13 @@ def _around(
                 continue
             around[value] = 1.0 + float(value not in kept and value not in again)
     return around
+
+
+def _stacked_gradients(graph: Graph) -> frozenset[int]:
+    """Stacks of parameters, or of what is made of them, of which a loop reads rows."""
+    read = (operator.operands[0] for operator in graph.operators if operator.name == "scan_slice")
+    stacks = (v for v in read if v is not None and graph.values[v].differentiated)
+    return values_of_parameters(graph).intersection(stacks)
 
 
 def _stacks(graph: Graph, platform: str) -> dict[int, float]:

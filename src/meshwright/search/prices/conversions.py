@@ -57,7 +57,7 @@ class ConversionPrices:
     ) -> np.ndarray:  # fmt: skip
         """Seconds from each source to each target, `[source, target]`, infinite where no conversion exists: so many
         times so many runs of the forward collectives, and one of the backward ones, on a value of so many bytes in all,
-        as far as a step waits for them. Without a cotangent what that would be does not matter."""
+        as far as they are exposed. Without a cotangent what that would be does not matter."""
         if not differentiated:
             sources, targets = sources.without_broadcast, targets.without_broadcast
         numbers = _CATALOGUE.numbers(sources, targets)
@@ -100,7 +100,7 @@ class ConversionPrices:
         the fastest there, and seconds of one that moves next to nothing: `[3, move]`."""
         (fixed, rates), shares, strided = self._moves_by_algorithm()
         start = fixed.min(axis=1)
-        start[_NEVER : _NEVER + 1] = 0.0  # nothing is saved of what does not exist
+        start[_NEVER] = 0.0  # nothing is saved of what does not exist
         fastest = (fixed + rates * (shares * 2.0**size)[:, None]).argmin(axis=1)[:, None]
         fixed, rates = (np.take_along_axis(one, fastest, axis=1)[:, 0] for one in (fixed, rates))
         return np.array([fixed, (rates + strided) * shares, start])

@@ -1,13 +1,14 @@
-"""Collectives of parameters: what of their seconds a step waits for.
+"""Exposed seconds of collectives of parameters: those that a step waits for.
 
-A gather of a parameter is started ahead of its use, and the sum of its gradient is waited for late, where the compiler
-schedules so. What runs beside them is compute of other operators; which, is decided after layouts are. Each collective
-counts as if it ran beside as much as the products take that read its parameter, once forward and twice backward: what
-layers need is then there for them, and prices of layouts stay sums. (In a transformer all weights have about the same
-ratio of bytes to FLOPs, so that the sum is that of all collectives beside all products; attention is left over.)
-Compilers also send small ones together, so that one of a few bytes pays for little of a start.
+A compiler that hides latency starts the gather of a parameter ahead of its use, and waits late for the sum of its
+gradient. Which operators run in the meantime depends on its schedule, which is made after layouts are chosen. So each
+collective counts as if it ran beside the product that reads its parameter: one run of it forward, its two products
+backward. No product is counted for two collectives of a pass, so that no more is hidden than there is compute, and the
+price of a layout depends on one value alone. (Weights of a transformer have about the same ratio of bytes to FLOPs,
+so that the sum of these is about all collectives beside all products.) Compilers also send small collectives together,
+which then share the cost of a start.
 
-Collectives of activations are waited for: an operator before makes what they move, and one behind reads it.
+Collectives of activations are exposed: the operator before makes what they move, and the one behind reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,17 +31,17 @@ _Seconds = TypeVar("_Seconds", float, np.ndarray)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """What a step waits for of the collectives of one value.
+    """How the collectives of one value are exposed.
 
     >>> half = Exposure(beside=2.0, gathers=0.5)
     >>> half.of_gather(1.0), half.of_gather(8.0), half.of_sum(1.0)
     (0.5, 7.0, 1.0)
 
     Args:
-      beside: seconds of one forward run of the products that read it, on all devices.
+      beside: seconds of one forward run of the product that reads the value, shared by all devices.
       gathers: the share of a gather that runs beside compute where there is enough (`EfficiencyProfile`).
       sums: the same of a sum of its gradient.
-      starts: the share of what starting a collective costs.
+      starts: how much of the cost of a start each collective pays.
     """
 
     beside: float = 0.0
@@ -49,11 +50,11 @@ class Exposure:
     starts: float = 1.0
 
     def of_gather(self, seconds: _Seconds) -> _Seconds:
-        """Of the seconds of a gather."""
+        """Exposed seconds of a gather that takes `seconds`."""
         return _exposed(seconds, self.gathers, self.beside)
 
     def of_sum(self, seconds: _Seconds, *, backward_runs: float = 1) -> _Seconds:
-        """Of the seconds of a sum of its gradient, in a backward pass with so many collectives of it: they share the
+        """Exposed seconds of a sum of its gradient, in a backward pass with so many collectives of it: they share the
         two products of that pass."""
         return _exposed(seconds, self.sums, 2 * self.beside / max(backward_runs, 1))
 
@@ -63,16 +64,17 @@ def _exposed(seconds: _Seconds, share: float, beside: float) -> _Seconds:
     return seconds - hidden
 
 
-# What an array that is sent with others takes of a start at least, as a call of its own to the library. Chosen: of the
-# 34 us of H100s it is 4.
+# What an array that is sent with others pays of a start at least, as a call of its own to the library. With an eighth
+# the collectives of gpt3-350m's 292 parameters on 8 H100s are predicted to take 1.0 to 1.5 times what those take that
+# XLA joins (`benchmarks/compiled_overlap.py`: ZeRO-3 10.1 and 6.5 ms), with whole starts 2.8 to 4.4 times.
 _LEAST_START = 1 / 8
 
-# Nothing runs beside the collectives of activations, and each is started by itself.
+# All of it is exposed, and each collective pays its own start.
 ALL = Exposure()
 
 
 def exposure_of(graph: Graph, value: int, devices: int, device: Device, profile: EfficiencyProfile) -> Exposure:
-    """What a step waits for of the collectives of a value.
+    """How the collectives of a value are exposed.
 
     Args:
       graph: of one microbatch.
@@ -83,44 +85,64 @@ def exposure_of(graph: Graph, value: int, devices: int, device: Device, profile:
     """
     if value not in values_of_parameters(graph):
         return ALL
-    array, loop = graph.values[value], loop_of(graph, value)
-    starts, sums = 1.0, profile.hidden_gradients
+    loop, starts, sums = loop_of(graph, value), 1.0, profile.hidden_gradients
     if profile.together_bytes:
-        starts = min(max(array.bytes / profile.together_bytes, _LEAST_START), 1.0)
+        starts = min(max(graph.values[value].bytes / profile.together_bytes, _LEAST_START), 1.0)
     if loop is not None:
-        # What a loop's body moves is joined with the rest of it, and its sums, which XLA joins at its end, waited for.
-        starts, sums = max(starts, 1 / rows_of_loops(graph)[loop]), 0.0
-    beside = reading_flops(graph).get(value, 0.0) / devices / device.achievable_flops(array.dtype)
+        # What the body of a loop moves is joined within the body. Its sums are joined at its end, and exposed.
+        starts, sums = max(starts, 1 / max(moved_in_loops(graph)[loop], 1)), 0.0
+    read = reading_products(graph).get(value, Reading(0.0, "float32"))
+    beside = read.flops / devices / device.achievable_flops(read.dtype)
     return Exposure(beside=beside, gathers=profile.hidden_weights, sums=sums, starts=starts)
 
 
 @once_for_each
-def rows_of_loops(graph: Graph) -> Mapping[Path, int]:
-    """Of each loop that takes rows of stacks of parameters, by its path, how many it takes a trip."""
-    of_parameters = values_of_parameters(graph)
-    slices = (operator for operator in graph.operators if operator.name == "scan_slice")
-    return Counter(one.path[: one.path.index(-1)] for one in slices if of_parameters.intersection(one.operands))
+def moved_in_loops(graph: Graph) -> Mapping[Path, int]:
+    """Of each loop, by its path, how many values of parameters its body is given: rows of stacks, and what is the same
+    in all trips."""
+    of_parameters, found = values_of_parameters(graph), Counter[Path]()
+    for operator in graph.operators:
+        if operator.is_link:
+            given = operator.name in ("scan_slice", "scan_const") and of_parameters.intersection(operator.operands)
+            found[operator.path[: operator.path.index(-1)]] += bool(given)
+    return found
 
 
 def loop_of(graph: Graph, value: int) -> Path | None:
-    """The innermost of these loops in which a value is made; None for none."""
+    """The path of the innermost loop in whose body a value is made; None for none."""
     path = graph.operators[graph.producer[value][0]].path if value in graph.producer else ()
-    loops = rows_of_loops(graph)
+    loops = moved_in_loops(graph)
     return next((path[:depth] for depth in range(len(path) - 1, 0, -1) if path[:depth] in loops), None)
 
 
+class Reading(NamedTuple):
+    """A product that reads a value, or what is made of it: FLOPs of one run, unsplit, and the type it runs in."""
+
+    flops: float
+    dtype: str
+
+
 @once_for_each
-def reading_flops(graph: Graph) -> Mapping[int, float]:
-    """Of each value that is made of parameters the FLOPs of one forward run of the products that read it, or what is
-    made of it, unsplit. Products in a loop do not run beside what is moved before it."""
+def reading_products(graph: Graph) -> Mapping[int, Reading]:
+    """Of each value that is made of parameters the longest product that reads it. A product that reads what is made of
+    several parameters is shared out among them by their bytes. One in a loop does not count for what is moved before
+    the loop."""
     of_parameters = values_of_parameters(graph)
-    found: dict[int, float] = {}
+    found: dict[int, Reading] = {}
     for operator in reversed(graph.operators):
         if operator.is_link:
             continue
+        read = {v for v in operator.operands if v is not None and v in of_parameters}
         results = [v for v in operator.results if v is not None]
-        prepares = all(v in of_parameters for v in results)
-        flops = sum(found.get(v, 0.0) for v in results) if prepares else operator.matmul * operator.flops
-        for value in {v for v in operator.operands if v is not None and v in of_parameters} if flops else ():
-            found[value] = found.get(value, 0.0) + flops
+        if not all(v in of_parameters for v in results):
+            own = [Reading(operator.flops, graph.values[v].dtype) for v in read] if operator.matmul else []
+            shares = dict(zip(read, own, strict=False))
+        else:
+            behind = max((found[v] for v in results if v in found), default=None)
+            whole = sum(graph.values[v].bytes for v in read)
+            shares = {
+                v: Reading(behind.flops * graph.values[v].bytes / whole, behind.dtype) for v in read if behind and whole
+            }
+        for value, share in shares.items():
+            found[value] = max(share, found.get(value, share))
     return found

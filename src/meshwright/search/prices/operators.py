@@ -144,7 +144,7 @@ class Prices:
           differentiated: whether the value has a cotangent; if not, backward collectives do not run.
           times: how often all that is done.
           backward: whether backward collectives run at all.
-          exposure: what a step waits for of them.
+          exposure: of the value's collectives.
 
         Returns:
           Shape (sources, targets). The array lives as long as these prices and is not to be changed: its identity tells
@@ -160,7 +160,7 @@ class Prices:
         return self._tables[key]
 
     def exposure(self, graph: Graph, value: int) -> Exposure:
-        """What a step waits for of the collectives of a value."""
+        """How the collectives of a value are exposed."""
         return exposure_of(graph, value, prod(self.sizes.values()), self.device, self.profile)
 
     def of_operator(

@@ -56,23 +56,22 @@ def _exchange_seconds(
     prices: Prices, moves: _Moves, value_bytes: float, *, parameters: int, central: bool, exposure: Exposure
 ) -> tuple[float, float]:
     """Seconds of the moves of a parameter, and its share of what the start of the one sum of all gradients costs."""
-    seconds_of = {True: 0.0, False: 0.0}  # by whether they are of the gradient
-    shared = 0.0
-    for of_gradient, step in [*((True, step) for step in moves.gradient), *((False, step) for step in moves.fetch)]:
-        kind, count = str(step.forward), 1
+    # Plain sums of all gradients run as one collective (`run_together`): its fixed cost is shared.
+    is_sum = moves.plain and all(step.forward == "all_reduce" for step in moves.gradient)
+    share = 1 / max(parameters, 1) if is_sum else exposure.starts
+
+    def taken(step: Step, starts: float) -> float:
+        kind, count, saved = str(step.forward), 1, 1 - starts
         if kind == "all_reduce" and central:
-            kind, count = "permute", central_messages(step.axes, prices.sizes)
+            kind, count, saved = "permute", central_messages(step.axes, prices.sizes), saved * is_sum
         size = value_bytes * step.buffer_fraction(prices.sizes)
-        seconds = count * prices.collective(kind, size, step.axes, strided=step.strided)
-        start, one_of_all = prices.collective(kind, 1.0, step.axes), 1 / max(parameters, 1)
-        if step.forward == "all_reduce" and moves.plain:
-            # Plain sums of all gradients run as one collective (`run_together`): its fixed cost is shared.
-            seconds -= count * start * (1 - one_of_all)
-            shared += prices.collective("all_reduce", 1.0, step.axes) * one_of_all
-        elif not central:
-            seconds -= start * (1 - exposure.starts)
-        seconds_of[of_gradient] += seconds
-    return exposure.of_sum(seconds_of[True]) + seconds_of[False], shared
+        seconds = prices.collective(kind, size, step.axes, strided=step.strided)
+        return count * (seconds - saved * prices.collective(kind, 1.0, step.axes))
+
+    summed = sum(taken(step, share) for step in moves.gradient)
+    fetched = sum(taken(step, exposure.starts) for step in moves.fetch)
+    starts = (prices.collective("all_reduce", 1.0, step.axes) for step in moves.gradient if is_sum)
+    return exposure.of_sum(summed) + fetched, share * sum(starts)
 
 
 def parameter_prices(
@@ -88,7 +87,7 @@ def parameter_prices(
       optimizer_bytes: of its optimizer state.
       parameters: that share one sum of gradients, this one among them.
       central: whether gradients go to one server and back.
-      exposure: what a step waits for of the sum of its gradient; of fetching it all.
+      exposure: of its collectives; fetching it is exposed.
     """
     sizes, device = prices.sizes, prices.device
     used = np.array([choice.use.shards(sizes) for choice in choices], dtype=float)

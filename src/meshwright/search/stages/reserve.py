@@ -98,13 +98,13 @@ class MissedMemory:
         self._margin = margin
         self._missed: list[_Missed] = []
         self._too_large: Counter[int] = Counter()
-        self._guesses = True
+        self._extrapolates = True
 
     @property
-    def seen(self) -> MissedMemory:
+    def known(self) -> MissedMemory:
         """The same with nothing reserved in numbers of microbatches in which no plan was too large."""
         same = copy(self)
-        same._guesses = False
+        same._extrapolates = False
         return same
 
     def __call__(self, microbatches: int) -> MemoryReserve:
@@ -130,7 +130,7 @@ class MissedMemory:
     def _of(self, microbatches: int, missed: Sequence[_Missed]) -> float:
         reserve = 0.0
         own = [one for one in missed if one.microbatches == microbatches]
-        for one in own or (missed if self._guesses else ()):
+        for one in own or (missed if self._extrapolates else ()):
             # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried in
             # another number of microbatches.
             part, most = min(one.microbatches / microbatches, 1.0), one.usable / self._margin
