@@ -60,8 +60,8 @@ class Exposure:
 
 
 def _exposed(seconds: _Seconds, share: float, beside: float) -> _Seconds:
-    hidden: Any = share * np.minimum(seconds, beside) if share else 0.0
-    return seconds - hidden
+    least: Any = np.minimum(seconds, beside) if isinstance(seconds, np.ndarray) else min(seconds, beside)
+    return seconds - share * least
 
 
 # What an array that is sent with others pays of a start at least, as a call of its own to the library. With an eighth
