@@ -122,7 +122,7 @@ class EfficiencyProfile:
 # 0.85 to 0.9, 0.95 to 1 and 1.05 to 1.1 times the compiler's cycles (`benchmarks/compiled_cycles.py`).
 # Collectives of parameters. XLA sends those of GPUs together up to 30 MiB (xla_gpu_all_gather_combine_threshold_bytes
 # and its like). Its latency-hiding scheduler, which orders programs for GPUs since Hopper, hides 0.86 to 0.93 of
-# ZeRO-3's gathers (of one scan 0.11), and 0.64 to 0.96 of the sums of unrolled layers
+# ZeRO-3's gathers (of one scan 0.11), and 0.67 to 0.92 of the sums of unrolled layers
 # (`benchmarks/compiled_overlap.py`). TPUs gather ahead and hide no sums by their compiler's schedules; MaxText's steps
 # fit with 0.36 of all collectives of parameters hidden (`benchmarks/published_profiles.json`): 0.54 of the gathers.
 _TOGETHER = {"together_bytes": 30 * 2.0**20}

@@ -65,8 +65,8 @@ def _exposed(seconds: _Seconds, share: float, beside: float) -> _Seconds:
 
 
 # What an array that is sent with others pays of a start at least, as a call of its own to the library. With an eighth
-# the collectives of gpt3-350m's 292 parameters on 8 H100s are predicted to take 1.0 to 1.5 times what those take that
-# XLA joins (`benchmarks/compiled_overlap.py`: ZeRO-3 10.1 and 6.5 ms), with whole starts 2.8 to 4.4 times.
+# the collectives of gpt3-350m's 292 parameters on 8 H100s are predicted to take 1.0 to 2.2 times what those take that
+# XLA joins (`benchmarks/compiled_overlap.py`: ZeRO-3 11.8 and 6.5 ms), with whole starts 2.4 to 4.9 times.
 _LEAST_START = 1 / 8
 
 # All of it is exposed, and each collective pays its own start.
