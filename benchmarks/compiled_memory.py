@@ -213,10 +213,10 @@ def run_row(row: Row, folder: Path) -> None:
     os._exit(0)  # the compiler is still at work
 
 
-def measured(row: Row) -> dict[str, Any]:
-    """A row, in a process of its own."""
+def measured(row: Row, script: str = __file__) -> dict[str, Any]:
+    """A row as a script prints it when asked for that row alone, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--row", json.dumps(row), "--folder", folder]
+        command = [sys.executable, script, "--row", json.dumps(row), "--folder", folder]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LATE_SECONDS)
         except subprocess.TimeoutExpired:

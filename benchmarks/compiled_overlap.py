@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -28,7 +26,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from compiled_memory import LATE_SECONDS, Row, dumping, lowered_row, name_of
+from compiled_memory import Row, dumping, lowered_row, measured, name_of
 
 ROWS: tuple[Row, ...] = (
     ("llama3-8b", "dgx-h100:2", 64, "zero(stage=3)"),  # its layers are one loop
@@ -96,27 +94,16 @@ def run_row(row: Row, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measured(row: Row) -> dict[str, Any]:
-    """A row, in a process of its own."""
-    command = [sys.executable, __file__, "--row", json.dumps(row)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LATE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took more than {LATE_SECONDS:g} s"}
-    lines = done.stdout.strip().splitlines()
-    return json.loads(lines[-1]) if lines else {"failed": done.stderr.strip().splitlines()[-1:]}
-
-
 def main() -> int:
     """Run the rows that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="names or patterns of names, separated by semicolons")
     parser.add_argument("--platform", choices=("tpu", "gpu"), help="only rows of these devices")
     parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.row:
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(run_row(tuple(json.loads(asked.row)), Path(folder))), flush=True)
+        print(json.dumps(run_row(tuple(json.loads(asked.row)), asked.folder)), flush=True)
         os._exit(0)  # the compiler may still be at work
     rows: dict[str, Any] = {}
     for row in ROWS:
@@ -124,7 +111,7 @@ def main() -> int:
         wanted = any(fnmatchcase(name_of(row), pattern) for pattern in asked.only.split(";"))
         if not wanted or asked.platform not in (None, platform):
             continue
-        rows[name_of(row)] = measured(row)
+        rows[name_of(row)] = measured(row, __file__)
         print(name_of(row), json.dumps(rows[name_of(row)]), file=sys.stderr, flush=True)
     done_rows = [one for one in rows.values() if "failed" not in one]
     pairs = [(one["predicted"]["hidden"], one["scheduled"]["all"]["hidden"]) for one in done_rows]

@@ -30,6 +30,17 @@ Jaxpr = jex_core.Jaxpr
 Literal = jex_core.Literal
 Var = jex_core.Var
 
+# Parameters in which calls have their bodies.
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+# Primitives whose one result may have the shape of their operands although they are no arithmetic.
+OWN_KERNEL = frozenset(
+    """attention attention_backward cholesky cholesky_update cumlogsumexp cummax cummin cumprod cumsum
+    custom_partitioning
+    dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper fft ffi_call householder_product io_callback
+    ormqr pallas_call pbroadcast ppermute pure_callback random_bits reduce_window reduce_window_max reduce_window_min
+    reduce_window_sum scaled_dot scaled_matmul_wrapper select_and_gather_add select_and_scatter select_and_scatter_add
+    sort symmetric_product threefry2x32 triangular_solve tridiagonal_solve""".split()  # noqa: SIM905 (a table)
+)
 # Calls whose body means the same when written in line. `jit` inside a planned program has no layout of its own.
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
 
@@ -464,3 +475,16 @@ def vjp_parts(equation: Equation) -> Vjp:
         operands=operands,
         results=results,
     )
+
+
+def called_body(equation: Any) -> Any:
+    """The body of a call, if the equation is one: as many inputs and outputs, of the same shapes."""
+    for key in _CALLS:
+        body = equation.params.get(key)
+        inner = open_jaxpr(body)
+        if not hasattr(inner, "eqns") or len(inner.invars) != len(equation.invars):
+            continue
+        shapes = [getattr(atom.aval, "shape", None) for atom in inner.outvars]
+        if shapes == [getattr(var.aval, "shape", None) for var in equation.outvars]:
+            return body
+    return None

@@ -16,10 +16,18 @@ import numpy as np
 
 from meshwright._jax.attention import BACKWARD, FORWARD, scratch_of
 from meshwright._jax.dataflow import Kind, Program
-from meshwright._jax.jaxpr import is_dropped, is_literal, open_jaxpr, scan_parts, source_line
+from meshwright._jax.jaxpr import (
+    OWN_KERNEL,
+    called_body,
+    is_dropped,
+    is_literal,
+    open_jaxpr,
+    scan_parts,
+    source_line,
+)
 from meshwright._jax.liveness_builder import Builder
 from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_collective
-from meshwright._jax.liveness_turned import OWN_KERNEL, called_body, has_turned_slices, is_turned
+from meshwright._jax.liveness_turned import has_turned_slices, is_turned
 from meshwright._jax.ragged_on_cpu import products_of_all_groups
 
 _PLAIN = (bool, int, str, type(None))  # parameters that are compared as they are

@@ -6,31 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from meshwright._jax.jaxpr import open_jaxpr, scan_parts
-
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-# Primitives whose one result may have the shape of their operands although they are no arithmetic.
-OWN_KERNEL = frozenset(
-    """attention attention_backward cholesky cholesky_update cumlogsumexp cummax cummin cumprod cumsum
-    custom_partitioning
-    dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper fft ffi_call householder_product io_callback
-    ormqr pallas_call pbroadcast ppermute pure_callback random_bits reduce_window reduce_window_max reduce_window_min
-    reduce_window_sum scaled_dot scaled_matmul_wrapper select_and_gather_add select_and_scatter select_and_scatter_add
-    sort symmetric_product threefry2x32 triangular_solve tridiagonal_solve""".split()  # noqa: SIM905 (a table)
-)
-
-
-def called_body(equation: Any) -> Any:
-    """The body of a call, if the equation is one: as many inputs and outputs, of the same shapes."""
-    for key in _CALLS:
-        body = equation.params.get(key)
-        inner = open_jaxpr(body)
-        if not hasattr(inner, "eqns") or len(inner.invars) != len(equation.invars):
-            continue
-        shapes = [getattr(atom.aval, "shape", None) for atom in inner.outvars]
-        if shapes == [getattr(var.aval, "shape", None) for var in equation.outvars]:
-            return body
-    return None
+from meshwright._jax.dataflow import GATHERS
+from meshwright._jax.jaxpr import OWN_KERNEL, called_body, open_jaxpr, scan_parts
 
 
 def has_turned_slices(jaxpr: Any, var: Any) -> bool:
@@ -68,7 +45,7 @@ def is_turned(jaxpr: Any, var: Any, seen: set[Any] | None = None) -> bool:
                 order, shape = equation.params["permutation"], atom.aval.shape
                 if order[-1] != len(shape) - 1:
                     return True
-            elif equation.primitive.name == "all_gather":
+            elif equation.primitive.name in GATHERS:
                 if math.prod(atom.aval.shape[: equation.params["all_gather_dimension"]]) > 1:
                     return True
             elif (inner := open_jaxpr(called_body(equation))) is not None:

@@ -22,9 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .jaxpr import ClosedJaxpr, Equation, Jaxpr, consts_of, inline, is_literal, open_jaxpr
+from .jaxpr import OWN_KERNEL, ClosedJaxpr, Equation, Jaxpr, consts_of, inline, is_literal, open_jaxpr
 from .liveness_collectives import NAMES as COLLECTIVES
-from .liveness_turned import OWN_KERNEL
 from .manual import is_shard_map
 from .random import is_key
 

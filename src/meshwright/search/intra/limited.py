@@ -109,6 +109,7 @@ class LimitedProblem(IntraOpProblem):
             split_dims=split_dims,
         )  # fmt: skip
         self._workspace = self._workspace_by_node(workspace)
+        # A second gradient of what a loop reads row by row: beside the parameter's own, which is the sum so far.
         for value in workspace.gradients & self._defines.keys() if workspace is not None else ():
             node, specs = self._defines[value]
             held = self._input_bytes if node in self._input_bytes else self._workspace

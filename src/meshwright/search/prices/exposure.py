@@ -3,10 +3,13 @@
 A compiler that hides latency starts the gather of a parameter ahead of its use, and waits late for the sum of its
 gradient. Which operators run in the meantime depends on its schedule, which is made after layouts are chosen. So each
 collective counts as if it ran beside the product that reads its parameter: one run of it forward, its two products
-backward. No product is counted for two collectives of a pass, so that no more is hidden than there is compute, and the
-price of a layout depends on one value alone. (Weights of a transformer have about the same ratio of bytes to FLOPs,
-so that the sum of these is about all collectives beside all products.) Compilers also send small collectives together,
-which then share the cost of a start.
+backward. Different parameters share a product out, so that no more is hidden than there is compute, and the price of a
+layout depends on one value alone. (Weights of a transformer have about the same ratio of bytes to FLOPs, so that the
+sum of these is about all collectives beside all products.) Compilers also send small collectives together, which then
+share the cost of a start.
+
+Known limit: a parameter that is moved twice on its way to a product (between its storage and its use and then for the
+reader, or before a cast and after it) has that product beside both moves.
 
 Collectives of activations are exposed: the operator before makes what they move, and the one behind reads it.
 """
