@@ -133,20 +133,3 @@ def test_small_moves_come_first() -> None:
     assert steps is not None
     assert [s.kind for s in steps] == ["all_to_all", "all_reduce"]
     assert [s.buffer_fraction(AXES) for s in steps] == [0.5, 0.5]
-
-
-def test_a_scattered_gradient_stays_in_its_microbatch() -> None:
-    """XLA's TPU compiler takes a reduce-scatter out of a loop that adds its results up, but for a barrier behind it."""
-    gather = convert(Spec((("x",),)), Spec(((),), broadcast=frozenset({"x"})))
-    assert gather is not None
-
-    def gradient(x: jax.Array) -> jax.Array:
-        return jax.grad(lambda y: run_conversion(y, gather, AXES, differentiated=True).sum())(x)
-
-    mesh = jax.make_mesh((AXES["x"],), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[: AXES["x"]])
-    mapped = jax.shard_map(
-        gradient, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False
-    )
-    (call,) = jax.make_jaxpr(mapped)(jnp.zeros(16)).eqns
-    names = [equation.primitive.name for equation in call.params["jaxpr"].eqns]
-    assert names[names.index("reduce_scatter") + 1] == "optimization_barrier"

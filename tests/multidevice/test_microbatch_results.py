@@ -361,3 +361,37 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
         for inner in jax.tree.leaves(list(equation.params.values())):
             if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                 yield from _equations(open_jaxpr(inner))
+
+
+def _behind_scatters(name: str, microbatches: int) -> list[list[str]]:
+    """What reads each scattered gradient of ZeRO-3."""
+    target = zoo.build(name, global_batch=32)
+    arguments = target.example_state, target.example_batch
+    planning = plan_for(
+        target.step, arguments, cluster=load_cluster("cpu"), microbatches=microbatches, preset="zero(stage=3)"
+    )
+    local = LocalStep(planning.program, planning.plan)
+    traced = jax.make_jaxpr(local.on(local.abstract_mesh(), "cpu"))(*local.avals())
+    equations = list(_equations(open_jaxpr(traced)))
+    read_by: dict[int, list[str]] = {}
+    for equation in equations:
+        for operand in equation.invars:
+            read_by.setdefault(id(operand), []).append(equation.primitive.name)
+    scatters = [e for e in equations if e.primitive.name == "reduce_scatter"]
+    assert scatters
+    return [read_by.get(id(e.outvars[0]), []) for e in scatters]
+
+
+def test_a_scattered_gradient_stays_in_its_microbatch() -> None:
+    """XLA's TPU compiler takes a reduce-scatter out of a loop that adds its results up, but for a barrier behind it."""
+    readers = _behind_scatters("gpt-tiny", 4)
+    assert all("add" not in names for names in readers)
+    assert any("optimization_barrier" in names for names in readers)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_layers_scattered_gradients_may_be_sent_beside_the_next(microbatches: int) -> None:
+    """XLA runs the reduce-scatters of a scan's layers beside the next layer, but for a barrier behind them."""
+    readers = _behind_scatters("llama-tiny", microbatches)
+    held = [names for names in readers if "optimization_barrier" in names]
+    assert len(held) <= (0 if microbatches == 1 else 3)  # embedding, head and last norm are no part of the scan

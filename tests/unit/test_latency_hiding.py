@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec as P
 
-from meshwright._jax.dataflow import WIDE, Kind, Operation, Program, Spread, Use, Value
+from meshwright._jax.dataflow import WIDE, WIDEST, Kind, Operation, Program, Spread, Use, Value
 from meshwright._jax.liveness_adapter import dataflow_of
 from meshwright.memory.fusion import Fusion, Kernel
 from meshwright.memory.kernel_order import depth_first
@@ -128,7 +128,7 @@ def test_what_gradients_of_weights_are_made_of_stays_until_they_are_made() -> No
             outputs.append(gradient + 2)
         last = cotangent
     one = program(steps, outputs, sizes)
-    assert predict(replace(one, platform=WIDE)).temp_bytes < 2.5 * LARGE
+    assert predict(replace(one, platform=WIDEST)).temp_bytes < 2.5 * LARGE
     assert predict(one).temp_bytes > 3.5 * LARGE
 
 

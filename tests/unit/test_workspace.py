@@ -258,10 +258,17 @@ FAST = {
 }  # fmt: skip
 
 
+HIDING = pytest.mark.xfail(
+    strict=True, reason="10 to 40 % too little: the order that hides latency makes a mixture's gradients last"
+)
+
+
 @pytest.mark.parametrize(
     ("case", "remat", "mesh", "cluster"),
     [
-        pytest.param(*one, marks=[pytest.mark.slow] * (one not in FAST))
+        pytest.param(
+            *one, marks=[pytest.mark.slow] * (one not in FAST) + [HIDING] * (one[0] == "moe" and "a100" in one[3])
+        )
         for one in product(CASES, ("none", "layer"), ((4,), (2, 2)), ("dgx-a100-80", "tpu-v5e:8"))
     ],
 )

@@ -15,12 +15,12 @@ MEGACORE = "tpu megacore"
 """The platform of TPUs whose chips are two cores that run one program (v4, v5p)."""
 
 WIDE = "gpu float32"
-"""The platform of NVIDIA's GPUs from Ampere on and before Hopper, which have no arithmetic in bfloat16, and whose
-programs XLA orders for little memory; since Hopper it orders them so that collectives run beside compute."""
+"""The platform of NVIDIA's GPUs from Ampere on and before Hopper, which have no arithmetic in bfloat16."""
 
 WIDEST = "gpu float32 products"
 """The platform of those before Ampere, which have no products in bfloat16 either, and whose products are cuBLAS's, that
-take nothing in. XLA orders their programs as those of `WIDE`."""
+take nothing in. XLA orders their programs for little memory, those of later GPUs so that collectives run beside
+compute (`_jax.overlap`)."""
 
 SUMS = frozenset(("psum", "psum2", "psum_invariant", "pmax", "pmin"))
 """Names of operations that reduce over devices and leave the result on all of them."""

@@ -27,7 +27,8 @@ from meshwright._jax.jaxpr import (
 )
 from meshwright._jax.liveness_builder import Builder
 from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_collective
-from meshwright._jax.liveness_turned import has_turned_slices, is_turned
+from meshwright._jax.liveness_pipelined import scatters_of_stacks
+from meshwright._jax.liveness_turned import has_turned_slices, is_turned, read_as
 from meshwright._jax.ragged_on_cpu import products_of_all_groups
 
 _PLAIN = (bool, int, str, type(None))  # parameters that are compared as they are
@@ -148,7 +149,17 @@ def _said(params: Mapping[str, Any]) -> Hashable:
 
 
 class _Reader(Builder):
-    """Adds the equations of a jaxpr to a program."""
+    """Adds the equations of a jaxpr to a program.
+
+    Attributes:
+      behind: collectives, by identity, that send what the trip before made: that, or None in the first trip.
+      made: what they are to send in the next trip.
+    """
+
+    def __init__(self, *, mesh: Mapping[str, int] | None, platform: str) -> None:
+        super().__init__(mesh=mesh, platform=platform)
+        self.behind: dict[int, int | None] = {}
+        self.made: dict[int, int] = {}
 
     def equations(self, jaxpr: Any, env: dict[Any, int]) -> None:
         """Adds every equation of `jaxpr`; `env` maps its variables to values and learns the new ones."""
@@ -193,6 +204,8 @@ class _Reader(Builder):
             return self._inline(body, operands)
         if name == "optimization_barrier":
             return tuple(self.barrier(operands))
+        if id(equation) in self.behind:
+            return (self._behind(equation, *operands),)
         if name in COLLECTIVES:
             return tuple(add_collective(self, equation, position, value) for position, value in enumerate(operands))
         # A literal is folded into the kernel that reads it: no operand, but part of what makes operations equal.
@@ -302,14 +315,16 @@ class _Reader(Builder):
             inner.given.update(arguments[rank] for rank in range(consts) if same[rank] != reads[rank])
             stacks = self._turned(body, reads[consts + carries :], consts + carries)
             reads = [*same, *reads[consts : consts + carries], *stacks]
+        empty = [self.emit(Kind.BROADCAST, "zeros", (), [aval], key=("zeros", rank, id(equation)))[0]
+                 for rank, aval in enumerate(outer_avals[carries:])]  # fmt: skip
+        late = scatters_of_stacks(body, carries) if self.on_gpu and parts.length > 1 else {}
+        if late:
+            reads, empty = self._first_trip(equation, reads, empty, late)
+            inner.behind = {id(one): inner.value(one.invars[0].aval) for one in late.values()}
         stacked = [inner.array(*self.types[value]) for value in reads[consts + carries :]]
         results = [inner.value(aval) for aval in outer_avals[carries:]]
-        slices = [
-            inner.emit(
-                Kind.PERMUTE, "dynamic_slice", [value], [jax.ShapeDtypeStruct(var.aval.shape, inner.types[value][1])]
-            )[0]
-            for value, var in zip(stacked, body.invars[consts + carries :], strict=True)
-        ]
+        sliced = body.invars[consts + carries :]
+        slices = [inner._row(value, var.aval.shape) for value, var in zip(stacked, sliced, strict=True)]
         inputs = [made_inside.get(rank, value) for rank, value in enumerate(arguments)]
         env = dict(zip(body.invars, [*inputs, *slices], strict=True))
         for var, const in zip(body.constvars, getattr(parts.body, "consts", ()), strict=False):
@@ -324,11 +339,62 @@ class _Reader(Builder):
         kept = [(consts + rank, rank) for rank in range(carries)]
         kept += [(first_result + rank, carries + rank) for rank in range(len(results))]
         moved = self._moved_out(inner, dict(zip(arguments[:consts], reads, strict=False))) if self.on_tpu else {}
-        program = inner.program([*arguments, *stacked, *results, *moved], [*outs[:carries], *updated], tuple(kept))
-        empty = [self.emit(Kind.BROADCAST, "zeros", (), [aval], key=("zeros", rank, id(equation)))[0]
-                 for rank, aval in enumerate(outer_avals[carries:])]  # fmt: skip
-        reads = [*reads, *empty, *moved.values()]
-        return self.emit(Kind.LOOP, "scan", reads, outer_avals, kept=tuple(kept), bodies=(program,))
+        sending = [value for value in inner.behind.values() if value is not None]
+        kept += [(first_result + len(results) + rank, len(outer_avals) + rank) for rank in range(len(sending))]
+        program = inner.program(
+            [*arguments, *stacked, *results, *sending, *moved],
+            [*outs[:carries], *updated, *(inner.made[one] for one in inner.behind)], tuple(kept),
+        )  # fmt: skip
+        reads = [*reads, *empty, *(self.made.pop(one) for one in inner.behind), *moved.values()]
+        avals = [*outer_avals, *(one.invars[0].aval for one in late.values())]
+        made = list(self.emit(Kind.LOOP, "scan", reads, avals, kept=tuple(kept), bodies=(program,)))
+        for (rank, one), value in zip(late.items(), made[len(outer_avals) :], strict=True):
+            sent = add_collective(self, one, 0, value)
+            made[rank] = self.emit(Kind.UPDATE, "dynamic_update_slice", [made[rank], sent], [outer_avals[rank]])[0]
+        return tuple(made[: len(outer_avals)])
+
+    def _first_trip(
+        self, equation: Any, reads: list[int], empty: list[int], late: Mapping[int, Any]
+    ) -> tuple[list[int], list[int]]:
+        """The first trip of a scan, before its loop: what the loop then reads, and the stacks of its results.
+
+        Args:
+          equation: the scan.
+          reads: its operands.
+          empty: the stacks of its results.
+          late: collectives of which what they send is carried to the next trip, by result (`liveness_pipelined`).
+        """
+        parts = scan_parts(equation)
+        body, given = open_jaxpr(parts.body), parts.num_consts + parts.num_carry
+        slices = [
+            self._row(value, var.aval.shape) for value, var in zip(reads[given:], body.invars[given:], strict=True)
+        ]
+        before = self.behind
+        self.behind = {**before, **dict.fromkeys(map(id, late.values()))}
+        outs = self._inline(parts.body, [*reads[:given], *slices])
+        self.behind = before
+        stacks = [
+            empty[rank] if parts.num_carry + rank in late
+            else self.emit(Kind.UPDATE, "dynamic_update_slice", [empty[rank], value], [self._aval(empty[rank])])[0]
+            for rank, value in enumerate(outs[parts.num_carry :])
+        ]  # fmt: skip
+        return [*reads[: parts.num_consts], *outs[: parts.num_carry], *reads[given:]], stacks
+
+    def _row(self, stack: int, shape: tuple[int, ...]) -> int:
+        aval = jax.ShapeDtypeStruct(shape, self.types[stack][1])
+        return self.emit(Kind.PERMUTE, "dynamic_slice", [stack], [aval])[0]
+
+    def _aval(self, value: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(*self.types[value])
+
+    def _behind(self, equation: Any, value: int) -> int:
+        """A collective that sends what the trip before made; in the first trip nothing."""
+        self.made[id(equation)] = value
+        sent = self.behind[id(equation)]
+        if sent is None:
+            (aval,) = (var.aval for var in equation.outvars)
+            return self.emit(Kind.BROADCAST, "zeros", (), [aval])[0]
+        return add_collective(self, equation, 0, sent)
 
     def _moved_out(self, inner: _Reader, outside: dict[int, int]) -> dict[int, int]:
         """Conversions to fewer bits of what a loop has from outside, moved out of its body: XLA makes what does not
@@ -368,7 +434,7 @@ class _Reader(Builder):
         found = []
         for var, stack in zip(body.invars[first:], stacks, strict=True):
             shape, dtype = self.types[stack]
-            kinds = self._read_as(body, var)
+            kinds = read_as(body, var)
             if len(kinds) == 1 and (target := next(iter(kinds))) is not None and target.itemsize < dtype.itemsize:
                 aval = jax.ShapeDtypeStruct(shape, target)
                 (stack,) = self.emit(Kind.ELEMENTWISE, "convert_element_type", [stack], [aval], key=str(target))
@@ -398,21 +464,6 @@ class _Reader(Builder):
             return value
         aval = jax.ShapeDtypeStruct(*self.types[value])
         return self.emit(Kind.OPAQUE, "copy", [value], [aval], key="turned")[0]
-
-    def _read_as(self, jaxpr: Any, var: Any) -> set[Any]:
-        """The types that a variable is converted to by all that reads it; None among them where something else does."""
-        kinds: set[Any] = {None} if any(atom is var for atom in jaxpr.outvars) else set()
-        for equation in jaxpr.eqns:
-            places = [place for place, atom in enumerate(equation.invars) if atom is var]
-            if not places:
-                continue
-            if equation.primitive.name == "convert_element_type":
-                kinds.add(equation.outvars[0].aval.dtype)
-            elif (inner := open_jaxpr(called_body(equation))) is not None:
-                kinds = kinds.union(*(self._read_as(inner, inner.invars[place]) for place in places))
-            else:
-                kinds.add(None)
-        return kinds
 
     def _sunk(self, inner: _Reader, value: int, known: dict[int, int | None]) -> int | None:
         """A constant of a loop that is a number spread out, on TPUs also arithmetic of such and of iotas, made again in

@@ -1,4 +1,4 @@
-"""How a loop's body reads the slices of a stack: whether the stack has to lie otherwise for it."""
+"""How a loop's body reads the slices of a stack: whether the stack has to lie otherwise for it, and in which types."""
 
 from __future__ import annotations
 
@@ -56,3 +56,19 @@ def is_turned(jaxpr: Any, var: Any, seen: set[Any] | None = None) -> bool:
                 if made.aval.shape == atom.aval.shape and is_turned(jaxpr, made, seen):
                     return True
     return False
+
+
+def read_as(jaxpr: Any, var: Any) -> set[Any]:
+    """The types that a variable is converted to by all that reads it; None among them where something else does."""
+    kinds: set[Any] = {None} if any(atom is var for atom in jaxpr.outvars) else set()
+    for equation in jaxpr.eqns:
+        places = [place for place, atom in enumerate(equation.invars) if atom is var]
+        if not places:
+            continue
+        if equation.primitive.name == "convert_element_type":
+            kinds.add(equation.outvars[0].aval.dtype)
+        elif (inner := open_jaxpr(called_body(equation))) is not None:
+            kinds = kinds.union(*(read_as(inner, inner.invars[place]) for place in places))
+        else:
+            kinds.add(None)
+    return kinds

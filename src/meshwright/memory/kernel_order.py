@@ -2,8 +2,8 @@
 
 XLA's GPU and TPU backends try three orders and take the one that needs the least memory (`DefaultMemoryScheduler`): the
 greedy one, the depth-first one, and the one that is depth-first into those operands first that take most to make, so
-that what is cheap to compute again is not there until it is read; by which count it takes one on GPUs before Hopper,
-`liveness` says. Programs of GPUs since Hopper are ordered again after that (`latency_hiding`). XLA's CPU backend runs
+that what is cheap to compute again is not there until it is read; by which count it takes one on GPUs before Ampere,
+`liveness` says. Programs of GPUs since Ampere are ordered again after that (`latency_hiding`). XLA's CPU backend runs
 kernels breadth-first: each as soon as its operands exist, in the order they became ready (for parallelism, not for
 memory; so recomputation and updates run as early as they can). A donated argument that is still to be read by a kernel
 not ordered before the output that takes over its buffer is copied when the program starts.

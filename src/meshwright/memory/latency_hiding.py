@@ -1,4 +1,4 @@
-"""The order that XLA's latency-hiding scheduler gives the kernels of a program for GPUs since Hopper.
+"""The order that XLA's latency-hiding scheduler gives the kernels of a program for GPUs since Ampere.
 
 XLA splits a collective into a start and a done and schedules a program from its end: of the steps whose readers are all
 scheduled it takes one after another, each in front of those before it (`xla/service/latency_hiding_scheduler.cc` and
@@ -52,9 +52,9 @@ _UNKNOWN_SECONDS = 5e-3
 _TWO_HOSTS = Spread(16, 1, OF_A_HOST)
 
 
-def _sends(program: Program) -> bool:
+def sends(program: Program) -> bool:
     """Whether any operation of a program, or of the programs inside it, is a collective."""
-    return any(_is_collective(operation) or any(map(_sends, operation.bodies)) for operation in program.operations)
+    return any(_is_collective(operation) or any(map(sends, operation.bodies)) for operation in program.operations)
 
 
 def has_collectives(kernels: Iterable[Kernel]) -> bool:
@@ -139,7 +139,7 @@ class _Scheduler:
         ]
         self._depth = self._depths()
         self._reads_done = [any(maker in self._started for maker in makers) for makers in self._makers]
-        self._is_nested = [any(map(_sends, kernel.operation.bodies)) for kernel in self._steps]
+        self._is_nested = [any(map(sends, kernel.operation.bodies)) for kernel in self._steps]
 
     def _place_done(self, start: int, producer: dict[int, int], waiting: dict[int, int]) -> None:
         kernel = self._steps[start]

@@ -4,9 +4,10 @@ The compiler's own steps are modelled one by one, with no constant fitted to a p
 
 * `fusion` decides which values exist.
 * Kernels run in the order of the backend they are for (`kernel_order`): on the CPU each as soon as its operands exist,
-  elsewhere so that little memory is needed, and on GPUs since Hopper so that collectives run beside compute
+  elsewhere so that little memory is needed, and on GPUs since Ampere so that collectives run beside compute
   (`latency_hiding`). On GPUs `multi_output` has joined kernels before. Of its three orders for little memory XLA takes
-  one for the whole program, by a count of its own; on GPUs before Hopper it is modelled (`_counted`).
+  one for the whole program, by a count of its own, which is modelled for GPUs before Ampere, and before Hopper for
+  programs without collectives (`_counted`).
 * A donated argument, or a loop's carry, hands its buffer to its output. If some kernel that reads the old value is not
   forced to run before the output is written, the old value is copied first.
 * A result takes over the buffer of an operand that dies there, if both are equally large and the kernel reads it at the
@@ -38,7 +39,7 @@ from meshwright.memory.kernel_order import (
     without_equals,
     without_views,
 )
-from meshwright.memory.latency_hiding import has_collectives, latency_hiding
+from meshwright.memory.latency_hiding import has_collectives, latency_hiding, sends
 from meshwright.memory.multi_output import with_several_results
 
 
@@ -143,7 +144,11 @@ def _kernels_of(program: Program) -> _Kernels:
 
 def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     """Bytes of temporaries at the worst moment, and which those are."""
-    return _in_best_order(_kernels_of(program))
+    given = _kernels_of(program)
+    if program.platform == WIDEST or (program.platform == WIDE and not sends(program)):
+        ordered = (_in_order(given, order) for order in (greedy, heaviest_first, depth_first))
+        return min(ordered, key=lambda one: one[0])[1]
+    return _in_best_order(given)
 
 
 _Found = tuple[int, tuple[LiveBuffer, ...]]
@@ -151,13 +156,10 @@ _Found = tuple[int, tuple[LiveBuffer, ...]]
 
 def _in_best_order(given: _Kernels) -> _Found:
     program, kernels, copied = given.program, given.kernels, given.copied
-    if program.platform in (WIDE, WIDEST):
-        ordered = (_in_order(given, order) for order in (greedy, heaviest_first, depth_first))
-        return min(ordered, key=lambda one: one[0])[1]
     inside = {position: max(_in_best_order(body)[0] for body in bodies) for position, bodies in given.bodies.items()}
     if program.platform == "cpu":
         return _peak(program, breadth_first(program, kernels, copied), inside)
-    if program.platform == "gpu" and has_collectives(kernels):
+    if program.platform in ("gpu", WIDE) and has_collectives(kernels):
         return _peak(program, latency_hiding(program, depth_first(program, kernels, copied)), inside)
     orders = (order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first))
     return min((_peak(program, order, inside) for order in orders), key=lambda found: found[0])

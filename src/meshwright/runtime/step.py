@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .._jax.ahead import lower
 from .._jax.context import no_mesh
+from .._jax.overlap import compiler_options
 from .._jax.placement import HOST_MEMORY
 from .._jax.trace import trace
 from ..errors import PlanError
@@ -63,6 +64,7 @@ class PlannedStep:
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
             donate_argnums=tuple(sorted(program.donated)),
+            compiler_options=compiler_options(devices),
         )
         self._arguments = Arguments(program)
 

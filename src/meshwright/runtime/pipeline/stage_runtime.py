@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._jax.ahead import lower
 from ..._jax.jaxpr import evaluate
+from ..._jax.overlap import compiler_options
 from ...lowering.local_step import partition
 from ...lowering.microbatches import combined, finished
 from ...lowering.pipeline.slots import PACKED, Access, Role, Slot
@@ -48,6 +49,7 @@ class StageRuntime:
         self.mesh = mesh
         self.is_mine = is_mine(mesh)
         self._packed = PartitionSpec(mesh.axis_names)
+        self._compiler_options = compiler_options(mesh.devices.ravel().tolist())
         self._shardings: dict[Slot, NamedSharding] = {}
 
     def is_state(self, output: Slot) -> bool:
@@ -99,7 +101,8 @@ class StageRuntime:
             check_vma=False,
         )
         donate = tuple(i for i, slot in enumerate(inputs) if slot in donated)
-        return Compiled(run=jax.jit(region, donate_argnums=donate), inputs=tuple(inputs), outputs=tuple(outputs))
+        jitted = jax.jit(region, donate_argnums=donate, compiler_options=self._compiler_options)
+        return Compiled(run=jitted, inputs=tuple(inputs), outputs=tuple(outputs))
 
     def _piece(self, piece: Piece) -> Compiled:
         inputs = tuple(slot for slot in piece.inputs if slot.role is not Role.SEED)

@@ -16,9 +16,9 @@ Collectives of activations are exposed: the operator before makes what they move
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -88,26 +88,33 @@ def exposure_of(graph: Graph, value: int, devices: int, device: Device, profile:
     """
     if value not in values_of_parameters(graph):
         return ALL
-    loop, starts, sums = loop_of(graph, value), 1.0, profile.hidden_gradients
+    loop, starts, gathers = loop_of(graph, value), 1.0, profile.hidden_weights
     if profile.together_bytes:
         starts = min(max(graph.values[value].bytes / profile.together_bytes, _LEAST_START), 1.0)
     if loop is not None:
-        # What the body of a loop moves is joined within the body. Its sums are joined at its end, and exposed.
-        starts, sums = max(starts, 1 / max(moved_in_loops(graph)[loop], 1)), 0.0
+        # What the body of a loop moves is joined within the body. Its sums run beside the next trip. Gathers that are
+        # joined into a single one run before all that reads them.
+        count, elements = moved_in_loops(graph)[loop]
+        starts = max(starts, 1 / max(count, 1))
+        gathers = gathers if elements * graph.values[value].itemsize > profile.together_bytes else 0.0
     read = reading_products(graph).get(value, Reading(0.0, "float32"))
     beside = read.flops / devices / device.achievable_flops(read.dtype)
-    return Exposure(beside=beside, gathers=profile.hidden_weights, sums=sums, starts=starts)
+    return Exposure(beside=beside, gathers=gathers, sums=profile.hidden_gradients, starts=starts)
 
 
 @once_for_each
-def moved_in_loops(graph: Graph) -> Mapping[Path, int]:
-    """Of each loop, by its path, how many values of parameters its body is given: rows of stacks, and what is the same
-    in all trips."""
-    of_parameters, found = values_of_parameters(graph), Counter[Path]()
+def moved_in_loops(graph: Graph) -> Mapping[Path, tuple[int, int]]:
+    """Of each loop, by its path, how many values of parameters its body is given (rows of stacks, and what is the same
+    in all trips), and their elements."""
+    of_parameters, found = values_of_parameters(graph), dict[Path, tuple[int, int]]()
     for operator in graph.operators:
         if operator.is_link:
-            given = operator.name in ("scan_slice", "scan_const") and of_parameters.intersection(operator.operands)
-            found[operator.path[: operator.path.index(-1)]] += bool(given)
+            path = operator.path[: operator.path.index(-1)]
+            count, elements = found.get(path, (0, 0))
+            if operator.name in ("scan_slice", "scan_const") and of_parameters.intersection(operator.operands):
+                count += 1
+                elements += sum(prod(graph.values[v].shape) for v in operator.results if v is not None)
+            found[path] = count, elements
     return found
 
 

@@ -1,0 +1,48 @@
+"""Which sums of a loop XLA's GPU compiler sends beside the next trip.
+
+Its collective pipeliner (`xla/service/collective_pipeliner.cc` of openxla/xla, on by default for reduce-scatters) takes
+one whose result the loop does nothing with but stack it: the gradients of a scan's layers. The first trip is then run
+before the loop, each trip sends what the one before it made, and what the last one made is sent behind the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright._jax.jaxpr import called_body, is_literal, open_jaxpr
+
+_FORMATTING = frozenset(("convert_element_type", "reshape", "squeeze", "expand_dims", "transpose"))
+
+
+def scatters_of_stacks(jaxpr: Any, first: int) -> dict[int, Any]:
+    """The reduce-scatters of a loop's body of which nothing but stacked results are made: by the position of the
+    result.
+
+    Args:
+      jaxpr: the body.
+      first: the position of the first stacked result.
+    """
+    found = {rank: _scatter_of(jaxpr, atom) for rank, atom in enumerate(jaxpr.outvars[first:], start=first)}
+    return {rank: equation for rank, equation in found.items() if equation is not None}
+
+
+def _scatter_of(jaxpr: Any, atom: Any) -> Any:
+    """The reduce-scatter that a variable is, but for its type and shape, if nothing else reads it."""
+    if is_literal(atom) or _reads(jaxpr.eqns, atom) + sum(one is atom for one in jaxpr.outvars) > 1:
+        return None
+    for equation in jaxpr.eqns:
+        for rank, made in enumerate(equation.outvars):
+            if made is not atom:
+                continue
+            if equation.primitive.name == "reduce_scatter":  # over two axes of a mesh one after the other: the first
+                return _scatter_of(jaxpr, equation.invars[0]) or equation
+            if equation.primitive.name in _FORMATTING:
+                return _scatter_of(jaxpr, equation.invars[0])
+            inner = open_jaxpr(called_body(equation))
+            return None if inner is None else _scatter_of(inner, inner.outvars[rank])
+    return None
+
+
+def _reads(equations: Sequence[Any], atom: Any) -> int:
+    return sum(operand is atom for equation in equations for operand in equation.invars)
