@@ -108,7 +108,7 @@ def test_what_a_loop_reads_in_all_trips_is_in_it_too() -> None:
     graph = graph_of(loss, (WIDTH, WIDTH))
     (inside,) = (op.results[0] for op in graph.operators if op.name == "scan_const" and op.operands[0] != 0)
     exposure = prices_of(HOPPER.logical_mesh((8,), ("x",)), HOPPER.device).exposure(graph, inside)
-    assert (exposure.gathers, exposure.starts) == (0.0, 1.0)
+    assert (exposure.gathers, exposure.sums, exposure.starts) == (0.0, 0.0, 1.0)  # trips add its gradients up
 
 
 def test_small_collectives_share_starts() -> None:

@@ -1,4 +1,4 @@
-"""How programs of GPUs since Hopper are ordered: XLA's latency-hiding scheduler, and the kernels of
+"""How programs of GPUs since Ampere are ordered: XLA's latency-hiding scheduler, and the kernels of
 several results that it finds."""
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import meshwright as mw
 from meshwright._jax import overlap
@@ -18,6 +20,8 @@ from meshwright.cluster import load_cluster
 from meshwright.compilers import target_devices
 from meshwright.planning.plan_for import plan_for
 from meshwright.runtime.executable import executable
+from meshwright.runtime.pipeline import stage_runtime
+from meshwright.runtime.pipeline.stage_runtime import StageRuntime
 
 HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
@@ -43,6 +47,8 @@ def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_overlap_compute_collective_tc=false")
     assert "xla_tpu_overlap_compute_collective_tc" not in compiler_options(tpus)
     assert compiler_options(tpus)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true")
+    assert "xla_tpu_enable_async_collective_fusion" in compiler_options(tpus)  # another flag begins like it
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
     assert compiler_options(devices("gpu", compute_capability="8.0")) == {}
 
@@ -54,8 +60,20 @@ def test_programs_without_collectives_need_none(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_compiler_that_does_not_know_an_option_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_asked", lambda _: {"xla_no_such_option": True})
-    assert compiler_options([*jax.devices()[:1]] * 2) == {}
+    known = {"xla_cpu_enable_fast_math": False}
+    asked = {"xla_no_such_option": True, "xla_cpu_enable_fast_min_max": "neither true nor false", **known}
+    monkeypatch.setattr(overlap, "_asked", lambda _: asked)
+    assert compiler_options([*jax.devices()[:1]] * 2) == known
+
+
+def test_nothing_is_compiled_for_stages_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have no compiler here: options are looked up when a program of the stage is made."""
+    asked: list[Any] = []
+    monkeypatch.setattr(stage_runtime, "compiler_options", asked.append)
+    theirs = np.array([SimpleNamespace(platform="tpu", process_index=1)] * 2)
+    mesh = cast(Mesh, SimpleNamespace(axis_names=("x",), devices=theirs))
+    assert not StageRuntime(cast(Any, None), cast(Any, None), mesh).is_mine
+    assert not asked
 
 
 def scheduled(cluster_name: str) -> list[ScheduledCollective]:

@@ -27,7 +27,7 @@ from meshwright._jax.jaxpr import (
 )
 from meshwright._jax.liveness_builder import Builder
 from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_collective
-from meshwright._jax.liveness_pipelined import scatters_of_stacks
+from meshwright._jax.liveness_pipelined import Late, scatters_of_stacks
 from meshwright._jax.liveness_turned import has_turned_slices, is_turned, read_as
 from meshwright._jax.ragged_on_cpu import products_of_all_groups
 
@@ -152,14 +152,16 @@ class _Reader(Builder):
     """Adds the equations of a jaxpr to a program.
 
     Attributes:
-      behind: collectives, by identity, that send what the trip before made: that, or None in the first trip.
+      behind: collectives, by path, that send what the trip before made (`liveness_pipelined`): that, or None in the
+        first trip.
       made: what they are to send in the next trip.
     """
 
     def __init__(self, *, mesh: Mapping[str, int] | None, platform: str) -> None:
         super().__init__(mesh=mesh, platform=platform)
-        self.behind: dict[int, int | None] = {}
-        self.made: dict[int, int] = {}
+        self.behind: dict[tuple[int, ...], int | None] = {}
+        self.made: dict[tuple[int, ...], int] = {}
+        self._path: tuple[int, ...] = ()
 
     def equations(self, jaxpr: Any, env: dict[Any, int]) -> None:
         """Adds every equation of `jaxpr`; `env` maps its variables to values and learns the new ones."""
@@ -201,11 +203,14 @@ class _Reader(Builder):
         if (body := called_body(equation)) is not None:
             if params.get("differentiated") and params.get("prevent_cse"):
                 operands = self.barrier(operands)  # the start of a recomputation
-            return self._inline(body, operands)
+            self._path = (*self._path, id(equation))
+            made = self._inline(body, operands)
+            self._path = self._path[:-1]
+            return made
         if name == "optimization_barrier":
             return tuple(self.barrier(operands))
-        if id(equation) in self.behind:
-            return (self._behind(equation, *operands),)
+        if self.behind and (path := (*self._path, id(equation))) in self.behind:
+            return (self._behind(path, equation, *operands),)
         if name in COLLECTIVES:
             return tuple(add_collective(self, equation, position, value) for position, value in enumerate(operands))
         # A literal is folded into the kernel that reads it: no operand, but part of what makes operations equal.
@@ -303,6 +308,7 @@ class _Reader(Builder):
         outer_avals = [var.aval for var in equation.outvars]
         arguments = [inner.value(var.aval) for var in body.invars[: consts + carries]]
         made_inside: dict[int, int] = {}
+        whole = reads
         if self.platform != "cpu":
             nothing = self.emit(Kind.BROADCAST, "sunk", (), [jax.ShapeDtypeStruct((0,), np.int8)], key="sunk")[0]
             sunk = {rank: self._sunk(inner, value, {}) for rank, value in enumerate(reads[:consts])}
@@ -319,8 +325,10 @@ class _Reader(Builder):
                  for rank, aval in enumerate(outer_avals[carries:])]  # fmt: skip
         late = scatters_of_stacks(body, carries) if self.on_gpu and parts.length > 1 else {}
         if late:
-            reads, empty = self._first_trip(equation, reads, empty, late)
-            inner.behind = {id(one): inner.value(one.invars[0].aval) for one in late.values()}
+            of_trip = [whole[rank] if rank in made_inside else value for rank, value in enumerate(reads)]
+            carried, empty = self._first_trip(equation, of_trip, empty, late)
+            reads = [*reads[:consts], *carried, *reads[consts + carries :]]
+            inner.behind = {one.path: inner.value(one.equation.invars[0].aval) for one in late.values()}
         stacked = [inner.array(*self.types[value]) for value in reads[consts + carries :]]
         results = [inner.value(aval) for aval in outer_avals[carries:]]
         sliced = body.invars[consts + carries :]
@@ -346,17 +354,17 @@ class _Reader(Builder):
             [*outs[:carries], *updated, *(inner.made[one] for one in inner.behind)], tuple(kept),
         )  # fmt: skip
         reads = [*reads, *empty, *(self.made.pop(one) for one in inner.behind), *moved.values()]
-        avals = [*outer_avals, *(one.invars[0].aval for one in late.values())]
+        avals = [*outer_avals, *(one.equation.invars[0].aval for one in late.values())]
         made = list(self.emit(Kind.LOOP, "scan", reads, avals, kept=tuple(kept), bodies=(program,)))
         for (rank, one), value in zip(late.items(), made[len(outer_avals) :], strict=True):
-            sent = add_collective(self, one, 0, value)
+            sent = add_collective(self, one.equation, 0, value)
             made[rank] = self.emit(Kind.UPDATE, "dynamic_update_slice", [made[rank], sent], [outer_avals[rank]])[0]
         return tuple(made[: len(outer_avals)])
 
     def _first_trip(
-        self, equation: Any, reads: list[int], empty: list[int], late: Mapping[int, Any]
-    ) -> tuple[list[int], list[int]]:
-        """The first trip of a scan, before its loop: what the loop then reads, and the stacks of its results.
+        self, equation: Any, reads: list[int], empty: list[int], late: Mapping[int, Late]
+    ) -> tuple[Sequence[int], list[int]]:
+        """The first trip of a scan, before its loop: what it carries to the next, and the stacks of its results.
 
         Args:
           equation: the scan.
@@ -369,16 +377,16 @@ class _Reader(Builder):
         slices = [
             self._row(value, var.aval.shape) for value, var in zip(reads[given:], body.invars[given:], strict=True)
         ]
-        before = self.behind
-        self.behind = {**before, **dict.fromkeys(map(id, late.values()))}
+        before = self.behind, self._path
+        self.behind, self._path = dict.fromkeys(one.path for one in late.values()), ()
         outs = self._inline(parts.body, [*reads[:given], *slices])
-        self.behind = before
+        self.behind, self._path = before
         stacks = [
             empty[rank] if parts.num_carry + rank in late
             else self.emit(Kind.UPDATE, "dynamic_update_slice", [empty[rank], value], [self._aval(empty[rank])])[0]
             for rank, value in enumerate(outs[parts.num_carry :])
         ]  # fmt: skip
-        return [*reads[: parts.num_consts], *outs[: parts.num_carry], *reads[given:]], stacks
+        return outs[: parts.num_carry], stacks
 
     def _row(self, stack: int, shape: tuple[int, ...]) -> int:
         aval = jax.ShapeDtypeStruct(shape, self.types[stack][1])
@@ -387,10 +395,10 @@ class _Reader(Builder):
     def _aval(self, value: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(*self.types[value])
 
-    def _behind(self, equation: Any, value: int) -> int:
+    def _behind(self, path: tuple[int, ...], equation: Any, value: int) -> int:
         """A collective that sends what the trip before made; in the first trip nothing."""
-        self.made[id(equation)] = value
-        sent = self.behind[id(equation)]
+        self.made[path] = value
+        sent = self.behind[path]
         if sent is None:
             (aval,) = (var.aval for var in equation.outvars)
             return self.emit(Kind.BROADCAST, "zeros", (), [aval])[0]

@@ -8,14 +8,26 @@ before the loop, each trip sends what the one before it made, and what the last 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright._jax.jaxpr import called_body, is_literal, open_jaxpr
 
 _FORMATTING = frozenset(("convert_element_type", "reshape", "squeeze", "expand_dims", "transpose"))
 
 
-def scatters_of_stacks(jaxpr: Any, first: int) -> dict[int, Any]:
+class Late(NamedTuple):
+    """A collective that sends what the trip before made.
+
+    Args:
+      path: the identities of the calls that it is in, and its own. (Calls of one body share its equations.)
+      equation: the collective.
+    """
+
+    path: tuple[int, ...]
+    equation: Any
+
+
+def scatters_of_stacks(jaxpr: Any, first: int) -> dict[int, Late]:
     """The reduce-scatters of a loop's body of which nothing but stacked results are made: by the position of the
     result.
 
@@ -24,10 +36,10 @@ def scatters_of_stacks(jaxpr: Any, first: int) -> dict[int, Any]:
       first: the position of the first stacked result.
     """
     found = {rank: _scatter_of(jaxpr, atom) for rank, atom in enumerate(jaxpr.outvars[first:], start=first)}
-    return {rank: equation for rank, equation in found.items() if equation is not None}
+    return {rank: late for rank, late in found.items() if late is not None}
 
 
-def _scatter_of(jaxpr: Any, atom: Any) -> Any:
+def _scatter_of(jaxpr: Any, atom: Any) -> Late | None:
     """The reduce-scatter that a variable is, but for its type and shape, if nothing else reads it."""
     if is_literal(atom) or _reads(jaxpr.eqns, atom) + sum(one is atom for one in jaxpr.outvars) > 1:
         return None
@@ -36,11 +48,12 @@ def _scatter_of(jaxpr: Any, atom: Any) -> Any:
             if made is not atom:
                 continue
             if equation.primitive.name == "reduce_scatter":  # over two axes of a mesh one after the other: the first
-                return _scatter_of(jaxpr, equation.invars[0]) or equation
+                return _scatter_of(jaxpr, equation.invars[0]) or Late((id(equation),), equation)
             if equation.primitive.name in _FORMATTING:
                 return _scatter_of(jaxpr, equation.invars[0])
             inner = open_jaxpr(called_body(equation))
-            return None if inner is None else _scatter_of(inner, inner.outvars[rank])
+            found = None if inner is None else _scatter_of(inner, inner.outvars[rank])
+            return None if found is None else Late((id(equation), *found.path), found.equation)
     return None
 
 

@@ -26,8 +26,9 @@ _TPU = {
     "xla_tpu_overlap_compute_collective_tc": True,
     "xla_enable_async_all_gather": "enabled",
 }
-# The order that hides latency: the default of GPUs since Hopper (compute capability 9). For those before Ampere (8) XLA
-# estimates otherwise how long a kernel takes, and they keep their order for little memory.
+# The order that hides latency: the default of NVIDIA's GPUs since Hopper (compute capability 9). For those before
+# Ampere (8) XLA estimates otherwise how long a kernel takes, and they keep their order for little memory. AMD's
+# ("gfx942") are asked for it too, since their memory is counted so; what it hides there is not known.
 _GPU = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
@@ -39,9 +40,12 @@ def compiler_options(devices: Sequence[jax.Device]) -> dict[str, Any]:
     """
     device = next((one for one in devices if one.process_index == jax.process_index()), devices[0])
     asked = _asked(device) if len(devices) > 1 else {}
-    given = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}"
-    left = {name: value for name, value in asked.items() if name not in given}
-    return left if left and _knows(device, tuple(left.items())) else {}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
+    given = {flag.lstrip("-").partition("=")[0] for flag in flags}
+    left = [(name, value) for name, value in asked.items() if name not in given]
+    if left and not _knows(device, tuple(left)):
+        left = [one for one in left if _knows(device, (one,))]
+    return dict(left)
 
 
 def _asked(device: jax.Device) -> Mapping[str, Any]:
@@ -56,7 +60,7 @@ def _knows(device: jax.Device, options: tuple[tuple[str, Any], ...]) -> bool:
     try:
         lower(jax.jit(lambda x: x), [nothing], device).compile(compiler_options=dict(options))
     except jax.errors.JaxRuntimeError as error:
-        if "compile option" not in str(error):
+        if not any(words in str(error) for words in ("compile option", "While setting option", "into flag")):
             raise
         return False
     return True

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+from .._jax.dataflow import WIDE
 from ..cluster import Device
 
 # Passes backward over what a loop slices, for each one forward.
@@ -126,23 +127,24 @@ class EfficiencyProfile:
 # (`benchmarks/compiled_overlap.py`). TPUs gather ahead and hide no sums by their compiler's schedules; MaxText's steps
 # fit with 0.36 of all collectives of parameters hidden (`benchmarks/published_profiles.json`): 0.54 of the gathers.
 _TOGETHER = {"together_bytes": 30 * 2.0**20}
-_HOPPER = {"hidden_weights": 0.85, "hidden_gradients": 0.9, **_TOGETHER}
-_AMPERE = {"hidden_weights": 0.7, "hidden_gradients": 0.7, **_TOGETHER}
+_HIDDEN = {
+    "gpu": {"hidden_weights": 0.85, "hidden_gradients": 0.9},
+    WIDE: {"hidden_weights": 0.7, "hidden_gradients": 0.7},
+}
 _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4, **_TOGETHER),
-    "A100": EfficiencyProfile(name="A100", attention=0.5, **_AMPERE),
-    "H100": EfficiencyProfile(name="H100", narrow=0.6, attention=0.53, **_HOPPER),
-    "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.53, **_HOPPER),
-    "B200": EfficiencyProfile(name="B200", **_HOPPER),
-    "B300": EfficiencyProfile(name="B300", **_HOPPER),
+    "A100": EfficiencyProfile(name="A100", attention=0.5, **_TOGETHER),
+    "H100": EfficiencyProfile(name="H100", narrow=0.6, attention=0.53, **_TOGETHER),
+    "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.53, **_TOGETHER),
+    "B200": EfficiencyProfile(name="B200", **_TOGETHER),
+    "B300": EfficiencyProfile(name="B300", **_TOGETHER),
     "TPU": EfficiencyProfile(
         name="TPU", attention=0.4, joined=True, fused_share=0.15, tiles=False, hidden_weights=0.54
     ),
     "cpu": EfficiencyProfile(
         name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, sliced=1.0, packed=2.0, tiles=False
     ),
-    **{part: EfficiencyProfile(name=part, **_AMPERE) for part in ("L40S", "RTX")},
-    **{part: EfficiencyProfile(name=part, **_TOGETHER) for part in ("P40", "AMD")},
+    **{part: EfficiencyProfile(name=part, **_TOGETHER) for part in ("L40S", "RTX", "P40", "AMD")},
     "": EfficiencyProfile(name="any"),
 }
 
@@ -156,4 +158,5 @@ def profile_of(device: Device) -> EfficiencyProfile:
     'H100'
     """
     known = next(profile for part, profile in _BY_KIND.items() if part in device.kind)
-    return known.but(matmul=device.efficiency)
+    hidden = _HIDDEN.get(device.compiler, {}) if known.name != "AMD" else {}
+    return known.but(matmul=device.efficiency, **hidden)

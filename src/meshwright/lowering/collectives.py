@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Any
 
@@ -14,6 +16,24 @@ from ..sharding import Conversion, Step
 
 # Measured on 8 virtual CPU devices: 12 sums of 16 KiB take 2.5 ms apart and 1.1 ms together, 8 of 256 KiB the same.
 _SMALL_BYTES = 1 << 16
+
+
+_ADDED_UP = ContextVar("added_up", default=False)
+
+
+@contextmanager
+def gradients_are_added_up(where: bool) -> Iterator[None]:
+    """While a program is traced: whether what its gradients are scattered to is added up over trips of a loop.
+
+    XLA's TPU compiler would take such a scatter out of the loop, and add up whole gradients in it: as many bytes as
+    ZeRO-3 saves (Gemma 3 4B on 32 v5e: 19.2 GiB instead of 14.3). A barrier behind it keeps it there. Behind a scatter
+    in the body of a scan, which stacks its results, a barrier would only keep it from running beside the next trip.
+    """
+    token = _ADDED_UP.set(where)
+    try:
+        yield
+    finally:
+        _ADDED_UP.reset(token)
 
 
 def run_conversion(
@@ -86,11 +106,17 @@ def shared_out(x: jax.Array, count: int) -> jax.Array:
 
 
 def _differentiable(step: Step, sizes: Mapping[str, int]) -> Any:
+    held = _ADDED_UP.get() and step.kind == "all_gather" and step.partial_cotangent
+
+    def back(g: jax.Array) -> jax.Array:
+        moved = _backward(step, g, sizes)
+        return lax.optimization_barrier(moved) if held else moved
+
     @jax.custom_vjp
     def move(x: jax.Array) -> jax.Array:
         return _forward(step, x, sizes)
 
-    move.defvjp(lambda x: (_forward(step, x, sizes), None), lambda _, g: (_backward(step, g, sizes),))
+    move.defvjp(lambda x: (_forward(step, x, sizes), None), lambda _, g: (back(g),))
     return move
 
 

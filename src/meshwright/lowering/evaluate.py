@@ -28,7 +28,7 @@ from ..program.local import COMBINE, Split, evaluate_local
 from ..program.rules import Rules, is_call
 from ..sharding import Algorithm, Spec, algorithm_of
 from ..sharding.deferred_sums import makes_a_number, partial_axes
-from .collectives import shared_out
+from .collectives import gradients_are_added_up, shared_out
 from .follow import Follower
 from .local_value import LocalValue
 from .loop_residuals import chooses, is_stored
@@ -314,7 +314,8 @@ class ShardedProgram:
                 inner[var] = inside(i, shard)
             for var, const in zip(body.constvars, consts_of(parts.body), strict=True):
                 inner[var] = self._whole(const)
-            self._run(body, inner, path)
+            with gradients_are_added_up(False):
+                self._run(body, inner, path)
             kept = [
                 self._read(inner, atom).read(algorithm.operands[1])
                 for atom, algorithm in zip(body.outvars, chosen[parts.num_consts : first_xs], strict=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -29,7 +28,7 @@ from ..plan import Plan, Stage
 from ..program.microbatch_rows import MicrobatchRows, rows_of_microbatch
 from ..program.trace import Program
 from ..sharding import Spec
-from .collectives import run_centrally, run_together
+from .collectives import gradients_are_added_up, run_centrally, run_together
 from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
@@ -314,12 +313,6 @@ class LocalStep:
         core = open_jaxpr(program.core)
         grown = self._grown()
         reductions = program.aux_reductions
-        # Parameters that are split like inputs are gathered in each microbatch and their gradients scattered. XLA's TPU
-        # compiler would take the scatter of one that is added up out of the loop, and add up whole gradients in it: as
-        # many bytes as ZeRO-3 saves (Gemma 3 4B on 32 v5e: 19.2 GiB instead of 14.3). A barrier behind every scatter
-        # would also keep compilers from running those of a scan's layers beside the next layer.
-        of_inputs = {axis for plan in self._stage.inputs for axes in plan.spec.dims for axis in axes}
-        scattered = [not of_inputs.isdisjoint(chain(*plan.use.dims)) for plan in self._stage.parameters]
 
         def trip(carry: Any, given: Any) -> tuple[Any, list[Any]]:
             position, cut = given
@@ -331,10 +324,10 @@ class LocalStep:
             # What is computed from parameters alone (gathers above all) would be moved out of the loop and stay alive
             # all through it. Tied to a value that changes, they no longer look the same in every trip.
             total, fresh = lax.optimization_barrier((total, list(parameters)))
-            with rows_of_microbatch(MicrobatchRows(number=position, count=count, blocks=blocks)):
+            rows_of = MicrobatchRows(number=position, count=count, blocks=blocks)
+            with rows_of_microbatch(rows_of), gradients_are_added_up(True):
                 value, aux, grads = microbatch(inputs, fresh)
-            each = [lax.optimization_barrier(g) if held else g for g, held in zip(grads, scattered, strict=True)]
-            sums = jax.tree.map(jnp.add, sums, each)
+            sums = jax.tree.map(jnp.add, sums, list(grads))
             stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]
             kept = [
                 k if d is not None else combined(how, position, k, a)

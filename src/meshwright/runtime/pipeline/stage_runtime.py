@@ -49,7 +49,6 @@ class StageRuntime:
         self.mesh = mesh
         self.is_mine = is_mine(mesh)
         self._packed = PartitionSpec(mesh.axis_names)
-        self._compiler_options = compiler_options(mesh.devices.ravel().tolist())
         self._shardings: dict[Slot, NamedSharding] = {}
 
     def is_state(self, output: Slot) -> bool:
@@ -78,6 +77,11 @@ class StageRuntime:
         return self._shardings[slot]
 
     # Programs
+
+    @cached_property
+    def _compiler_options(self) -> dict[str, Any]:
+        # Looked up where a program is made: other processes have no compiler for the stage's devices.
+        return compiler_options(self.mesh.devices.ravel().tolist())
 
     def _jitted(
         self,

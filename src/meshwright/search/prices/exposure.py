@@ -8,8 +8,12 @@ layout depends on one value alone. (Weights of a transformer have about the same
 sum of these is about all collectives beside all products.) Compilers also send small collectives together, which then
 share the cost of a start.
 
-Known limit: a parameter that is moved twice on its way to a product (between its storage and its use and then for the
-reader, or before a cast and after it) has that product beside both moves.
+In the body of a loop over layers sums run beside the next trip, and gathers beside the trip's own products, unless
+they are few bytes and joined into one.
+
+Known limits: whether gathers are joined is said by the bytes of whole layers, also where another axis has split them,
+so that fewer are sent. A parameter that is moved twice on its way to a product (between its storage and its use and
+then for the reader, or before a cast and after it) has that product beside both moves.
 
 Collectives of activations are exposed: the operator before makes what they move, and the one behind reads it.
 """
@@ -88,18 +92,20 @@ def exposure_of(graph: Graph, value: int, devices: int, device: Device, profile:
     """
     if value not in values_of_parameters(graph):
         return ALL
-    loop, starts, gathers = loop_of(graph, value), 1.0, profile.hidden_weights
+    loop, starts = loop_of(graph, value), 1.0
+    gathers, sums = profile.hidden_weights, profile.hidden_gradients
     if profile.together_bytes:
         starts = min(max(graph.values[value].bytes / profile.together_bytes, _LEAST_START), 1.0)
     if loop is not None:
-        # What the body of a loop moves is joined within the body. Its sums run beside the next trip. Gathers that are
-        # joined into a single one run before all that reads them.
+        # What the body of a loop moves is joined within the body. Sums that are stacked run beside the next trip, those
+        # that trips add up do not. Gathers that are joined into a single one run before all that reads them.
         count, elements = moved_in_loops(graph)[loop]
         starts = max(starts, 1 / max(count, 1))
         gathers = gathers if elements * graph.values[value].itemsize > profile.together_bytes else 0.0
+        sums = 0.0 if value in same_in_all_trips(graph) else sums
     read = reading_products(graph).get(value, Reading(0.0, "float32"))
     beside = read.flops / devices / device.achievable_flops(read.dtype)
-    return Exposure(beside=beside, gathers=gathers, sums=profile.hidden_gradients, starts=starts)
+    return Exposure(beside=beside, gathers=gathers, sums=sums, starts=starts)
 
 
 @once_for_each
@@ -116,6 +122,18 @@ def moved_in_loops(graph: Graph) -> Mapping[Path, tuple[int, int]]:
                 elements += sum(prod(graph.values[v].shape) for v in operator.results if v is not None)
             found[path] = count, elements
     return found
+
+
+@once_for_each
+def same_in_all_trips(graph: Graph) -> frozenset[int]:
+    """Values in bodies of loops that are made of parameters which all trips read whole: their gradients are added up
+    over trips."""
+    of_parameters, found = values_of_parameters(graph), set[int]()
+    for operator in graph.operators:
+        is_one = operator.name == "scan_const" if operator.is_link else not found.isdisjoint(operator.operands)
+        if is_one:
+            found.update(v for v in operator.results if v is not None and v in of_parameters)
+    return frozenset(found)
 
 
 def loop_of(graph: Graph, value: int) -> Path | None:
