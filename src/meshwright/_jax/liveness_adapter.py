@@ -400,8 +400,7 @@ class _Reader(Builder):
         self.made[path] = value
         sent = self.behind[path]
         if sent is None:
-            (aval,) = (var.aval for var in equation.outvars)
-            return self.emit(Kind.BROADCAST, "zeros", (), [aval])[0]
+            return self.emit(Kind.BROADCAST, "zeros", (), [equation.outvars[0].aval])[0]
         return add_collective(self, equation, 0, sent)
 
     def _moved_out(self, inner: _Reader, outside: dict[int, int]) -> dict[int, int]:

@@ -158,5 +158,5 @@ def profile_of(device: Device) -> EfficiencyProfile:
     'H100'
     """
     known = next(profile for part, profile in _BY_KIND.items() if part in device.kind)
-    hidden = _HIDDEN.get(device.compiler, {}) if known.name != "AMD" else {}
+    hidden = _HIDDEN.get(device.compiler, {}) if "NVIDIA" in device.kind else {}
     return known.but(matmul=device.efficiency, **hidden)
