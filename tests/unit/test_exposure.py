@@ -76,7 +76,8 @@ def test_what_is_gathered_before_a_loop_does_not_run_beside_its_body() -> None:
     assert products == {row: (FLOPS, "float32")}
     prices = prices_of(HOPPER.logical_mesh((8,), ("x",)), HOPPER.device)
     alone = prices.exposure(graph, row)
-    assert alone.sums > 0.0  # beside the next trip
+    assert alone.sums > 0.0 == alone.whole_sums  # beside the next trip, if they are scattered
+    assert alone.of_sum(1.0, is_scattered=False) == 1.0
     assert alone.starts == 1.0  # there is nothing else to join it with in a trip
 
 

@@ -66,10 +66,11 @@ class ConversionPrices:
             terms.take(numbers) for terms in self._terms_of(self._size(value_bytes))
         )
         saved = 1 - exposure.starts
-        seconds = forward_runs * exposure.of_gather(fixed - saved * start + rate * value_bytes)
+        gathered = fixed - saved * start + rate * value_bytes
+        seconds = forward_runs * exposure.of_gather(gathered)
         if backward:
             summed = back_fixed - saved * back_start + back_rate * value_bytes
-            seconds += exposure.of_sum(summed, backward_runs=forward_runs)
+            seconds += exposure.of_sum(summed, is_scattered=gathered > 0.0, backward_runs=forward_runs)
         return times * seconds
 
     def _size(self, value_bytes: float) -> int:

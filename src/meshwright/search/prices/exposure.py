@@ -8,8 +8,8 @@ layout depends on one value alone. (Weights of a transformer have about the same
 sum of these is about all collectives beside all products.) Compilers also send small collectives together, which then
 share the cost of a start.
 
-In the body of a loop over layers sums run beside the next trip, and gathers beside the trip's own products, unless
-they are few bytes and joined into one.
+In the body of a loop over layers sums that are scattered run beside the next trip, and gathers beside the trip's own
+products, unless they are few bytes and joined into one.
 
 Known limits: whether gathers are joined is said by the bytes of whole layers, also where another axis has split them,
 so that fewer are sent. A parameter that is moved twice on its way to a product (between its storage and its use and
@@ -47,26 +47,31 @@ class Exposure:
     Args:
       beside: seconds of one forward run of the product that reads the value, shared by all devices.
       gathers: the share of a gather that runs beside compute where there is enough (`EfficiencyProfile`).
-      sums: the same of a sum of its gradient.
+      sums: the same of a sum of its gradient that is scattered.
+      whole_sums: of one that is not.
       starts: how much of the cost of a start each collective pays.
     """
 
     beside: float = 0.0
     gathers: float = 0.0
     sums: float = 0.0
+    whole_sums: float = 0.0
     starts: float = 1.0
 
     def of_gather(self, seconds: _Seconds) -> _Seconds:
         """Exposed seconds of a gather that takes `seconds`."""
         return _exposed(seconds, self.gathers, self.beside)
 
-    def of_sum(self, seconds: _Seconds, *, backward_runs: float = 1) -> _Seconds:
+    def of_sum(self, seconds: _Seconds, *, is_scattered: Any = True, backward_runs: float = 1) -> _Seconds:
         """Exposed seconds of a sum of its gradient, in a backward pass with so many collectives of it: they share the
         two products of that pass."""
-        return _exposed(seconds, self.sums, 2 * self.beside / max(backward_runs, 1))
+        share: Any = self.sums
+        if self.whole_sums != self.sums:
+            share = np.where(is_scattered, self.sums, self.whole_sums)
+        return _exposed(seconds, share, 2 * self.beside / max(backward_runs, 1))
 
 
-def _exposed(seconds: _Seconds, share: float, beside: float) -> _Seconds:
+def _exposed(seconds: _Seconds, share: Any, beside: float) -> _Seconds:
     least: Any = np.minimum(seconds, beside) if isinstance(seconds, np.ndarray) else min(seconds, beside)
     return seconds - share * least
 
@@ -93,19 +98,20 @@ def exposure_of(graph: Graph, value: int, devices: int, device: Device, profile:
     if value not in values_of_parameters(graph):
         return ALL
     loop, starts = loop_of(graph, value), 1.0
-    gathers, sums = profile.hidden_weights, profile.hidden_gradients
+    gathers, sums, whole_sums = profile.hidden_weights, profile.hidden_gradients, profile.hidden_gradients
     if profile.together_bytes:
         starts = min(max(graph.values[value].bytes / profile.together_bytes, _LEAST_START), 1.0)
     if loop is not None:
-        # What the body of a loop moves is joined within the body. Sums that are stacked run beside the next trip, those
-        # that trips add up do not. Gathers that are joined into a single one run before all that reads them.
+        # What the body of a loop moves is joined within the body. Sums that are scattered and stacked run beside the
+        # next trip (`_jax.liveness_pipelined`), those that stay whole or that trips add up do not. Gathers that are
+        # joined into a single one run before all that reads them.
         count, elements = moved_in_loops(graph)[loop]
         starts = max(starts, 1 / max(count, 1))
         gathers = gathers if elements * graph.values[value].itemsize > profile.together_bytes else 0.0
-        sums = 0.0 if value in same_in_all_trips(graph) else sums
+        sums, whole_sums = 0.0 if value in same_in_all_trips(graph) else sums, 0.0
     read = reading_products(graph).get(value, Reading(0.0, "float32"))
     beside = read.flops / devices / device.achievable_flops(read.dtype)
-    return Exposure(beside=beside, gathers=gathers, sums=sums, starts=starts)
+    return Exposure(beside=beside, gathers=gathers, sums=sums, whole_sums=whole_sums, starts=starts)
 
 
 @once_for_each
