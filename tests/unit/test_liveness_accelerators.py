@@ -431,3 +431,18 @@ def test_a_stack_is_copied_in_a_branch_that_turns_its_slices() -> None:
     found = dataflow_of(branching, *(jax.ShapeDtypeStruct(*one) for one in shapes), platform="gpu")
     (branch,) = (op for op in found.operations if op.kind is Kind.BRANCH)
     assert [op.name for body in branch.bodies for op in body.operations].count("copy") == 1
+
+
+def test_gpus_make_random_bits_in_the_kernel_that_compares_them() -> None:
+    """Of dropout a mask is stored, a byte an element; its bits, four bytes, are not."""
+    size = 2**16
+
+    def step(key: jax.Array, x: jax.Array) -> Any:
+        dropped, pull = jax.vjp(lambda x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0), jnp.sin(x))
+        return dropped, pull(jnp.cumsum(dropped))
+
+    found = dataflow_of(step, jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((size,), jnp.float32),
+                        platform="gpu")  # fmt: skip
+    bits = {one.writes[0] for one in found.operations if one.name == "random_bits"}
+    assert bits
+    assert not bits.intersection(value for kernel in Fusion(found).run() for value in kernel.writes)

@@ -16,15 +16,7 @@ import numpy as np
 
 from meshwright._jax.attention import BACKWARD, FORWARD, scratch_of
 from meshwright._jax.dataflow import Kind, Program
-from meshwright._jax.jaxpr import (
-    OWN_KERNEL,
-    called_body,
-    is_dropped,
-    is_literal,
-    open_jaxpr,
-    scan_parts,
-    source_line,
-)
+from meshwright._jax.jaxpr import OWN_KERNEL, called_body, is_dropped, is_literal, open_jaxpr, scan_parts, source_line
 from meshwright._jax.liveness_builder import Builder
 from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_collective
 from meshwright._jax.liveness_pipelined import Late, scatters_of_stacks
@@ -270,6 +262,8 @@ class _Reader(Builder):
             constant_divisor = name == "div" and is_literal(equation.invars[1])  # a multiplication, really
             expensive = name in _EXPENSIVE and not constant_divisor
             return self.arithmetic(name, reads, avals, key, expensive=expensive, library=name in _LIBRARY)
+        if name == "random_bits" and self.on_gpu:  # numbers by position, made in the kernel that compares them
+            return self.emit(Kind.BROADCAST, name, reads, avals, key=key, expensive=True)
         scratch = scratch_of(equation, self.platform) if name in (FORWARD, BACKWARD) else []
         made = self.emit(Kind.OPAQUE, name, reads, [*avals, *scratch], key=None if equation.effects else key)
         return made[: len(avals)]
