@@ -20,7 +20,7 @@ WIDE = "gpu float32"
 WIDEST = "gpu float32 products"
 """The platform of those before Ampere, which have no products in bfloat16 either, and whose products are cuBLAS's, that
 take nothing in. XLA orders their programs for little memory, those of later GPUs so that collectives run beside
-compute (`_jax.overlap`)."""
+compute (`_jax.compiler_options`)."""
 
 SUMS = frozenset(("psum", "psum2", "psum_invariant", "pmax", "pmin"))
 """Names of operations that reduce over devices and leave the result on all of them."""

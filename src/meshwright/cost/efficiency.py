@@ -122,8 +122,8 @@ class EfficiencyProfile:
 # products that read them, and cost 0.15 of their traffic there: with 0.1, 0.15 and 0.2 two unrolled GPTs take
 # 0.85 to 0.9, 0.95 to 1 and 1.05 to 1.1 times the compiler's cycles (`benchmarks/compiled_cycles.py`).
 # Collectives of parameters. XLA sends those of GPUs together up to 30 MiB (xla_gpu_all_gather_combine_threshold_bytes
-# and its like). Its latency-hiding scheduler, which orders programs for GPUs since Ampere (`_jax.overlap`), hides
-# 0.86 to 0.93 of ZeRO-3's gathers and 0.85 to 0.98 of the sums of H100s, of A100s 0.54 to 0.87 and 0.37 to 0.94
+# and its like). Its latency-hiding scheduler, which orders programs for GPUs since Ampere (`_jax.compiler_options`),
+# hides 0.86 to 0.93 of ZeRO-3's gathers and 0.85 to 0.98 of the sums of H100s, of A100s 0.54 to 0.87 and 0.37 to 0.94
 # (`benchmarks/compiled_overlap.py`). TPUs gather ahead and hide no sums by their compiler's schedules; MaxText's steps
 # fit with 0.36 of all collectives of parameters hidden (`benchmarks/published_profiles.json`): 0.54 of the gathers.
 _TOGETHER = {"together_bytes": 30 * 2.0**20}

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .._jax.ahead import lower
+from .._jax.compiler_options import compiler_options
 from .._jax.context import no_mesh
-from .._jax.overlap import compiler_options
 from .._jax.placement import HOST_MEMORY
 from .._jax.trace import trace
 from ..errors import PlanError

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._jax.ahead import lower
+from ..._jax.compiler_options import compiler_options
 from ..._jax.jaxpr import evaluate
-from ..._jax.overlap import compiler_options
 from ...lowering.local_step import partition
 from ...lowering.microbatches import combined, finished
 from ...lowering.pipeline.slots import PACKED, Access, Role, Slot

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import Mesh
 
 import meshwright as mw
-from meshwright._jax import overlap
+from meshwright._jax import compiler_options as chosen
 from meshwright._jax.ahead import compile_ahead, has_cuda_compiler, has_tpu_compiler
+from meshwright._jax.compiler_options import compiler_options
 from meshwright._jax.hlo_schedule import ScheduledCollective, read_schedule
-from meshwright._jax.overlap import compiler_options
 from meshwright.cluster import load_cluster
 from meshwright.compilers import target_devices
 from meshwright.planning.plan_for import plan_for
@@ -36,12 +36,12 @@ def devices(platform: str, **more: Any) -> list[jax.Device]:
 def test_gpus_that_do_not_hide_latency_by_default_are_told_to(
     monkeypatch: pytest.MonkeyPatch, capability: str, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(overlap, "_knows", lambda *_: True)
+    monkeypatch.setattr(chosen, "_knows", lambda *_: True)
     assert compiler_options(devices("gpu", compute_capability=capability)) == options
 
 
 def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_knows", lambda *_: True)
+    monkeypatch.setattr(chosen, "_knows", lambda *_: True)
     tpus = devices("tpu")
     assert "xla_tpu_overlap_compute_collective_tc" in compiler_options(tpus)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_overlap_compute_collective_tc=false")
@@ -54,7 +54,7 @@ def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_programs_without_collectives_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_knows", lambda *_: True)
+    monkeypatch.setattr(chosen, "_knows", lambda *_: True)
     assert compiler_options(devices("tpu")[:1]) == {}
     assert compiler_options(jax.devices()) == {}  # CPUs
 
@@ -62,7 +62,7 @@ def test_programs_without_collectives_need_none(monkeypatch: pytest.MonkeyPatch)
 def test_a_compiler_that_does_not_know_an_option_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"xla_cpu_enable_fast_math": False}
     asked = {"xla_no_such_option": True, "xla_cpu_enable_fast_min_max": "neither true nor false", **known}
-    monkeypatch.setattr(overlap, "_asked", lambda _: asked)
+    monkeypatch.setattr(chosen, "_asked", lambda _: asked)
     assert compiler_options([*jax.devices()[:1]] * 2) == known
 
 
