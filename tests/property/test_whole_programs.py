@@ -23,6 +23,7 @@ from meshwright.cluster import Cluster, Device, Host, Link
 from meshwright.cost.collective import collective_seconds
 from meshwright.errors import MemoryExceeded
 from meshwright.program.graph import Operator
+from meshwright.program.parameter_values import values_of_parameters
 from meshwright.program.residuals import is_fusible, kept_in_one_program, needed_again, read_by_backward
 from meshwright.program.staged import whole_program
 from meshwright.program.trace import trace_program
@@ -33,7 +34,6 @@ from meshwright.search.intra.problem import IntraOpProblem, ParameterInfo
 from meshwright.search.intra.workspace import workspace_of
 from meshwright.search.pipelines.driver import StageSearch
 from meshwright.search.pipelines.request import StageRequest
-from meshwright.search.prices.choices import values_of_parameters
 from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.reserve import MemoryReserve
 from meshwright.sharding import Spec, convert
@@ -215,7 +215,7 @@ class Priced:
         self.shard_bytes = lru_cache(maxsize=None)(self._shard_bytes)
         self.is_summed_last = lru_cache(maxsize=None)(self._is_summed_last)
         self.is_kept_gathered = lru_cache(maxsize=None)(self._is_kept_gathered)
-        self.is_kept_weight = lru_cache(maxsize=None)(self._is_kept_weight)
+        self.is_gathered_again = lru_cache(maxsize=None)(self._is_gathered_again)
         self.of_parameters = values_of_parameters(graph)
         self.shared = node_merging_of_one_program(graph, self.cluster.device.compiler).shared
 
@@ -345,7 +345,9 @@ class Priced:
             size += maker.repeats * self.shard_bytes(value, have[value])
         for value, node in problem.shared_node.items():
             maker = graph.operators[graph.producer[value][0]]
-            runs = 2 if maker.region is not None and value in self.read_again else 1
+            readers = [index for index, _ in graph.consumers[value]]
+            again = any(self.is_gathered_again(index, value) for index in readers)
+            runs = 2 if again or (maker.region is not None and value in self.read_again) else 1
             seconds += m * maker.repeats * self.move_seconds(value, have[value], picked[node], runs)
             have[value] = picked[node]
             if value in self.kept:
@@ -357,7 +359,8 @@ class Priced:
             for position, value in enumerate(operator.operands):
                 if value is None or value not in have:
                     continue
-                runs = 2 if operator.region is not None and value in self.read_again else 1
+                again = self.is_gathered_again(index, value)
+                runs = 2 if again or (operator.region is not None and value in self.read_again) else 1
                 target = algorithm.operands[position]
                 often = 1 if self.is_summed_last(value) else m * operator.operand_repeats[position]
                 seconds += often * self.move_seconds(value, have[value], target, runs)
@@ -370,12 +373,6 @@ class Priced:
                     gathered.add(value)
                     if target.shards(self.sizes) < math.prod(self.sizes.values()):
                         size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
-                elif value not in gathered and self.is_kept_weight(index, value):
-                    gathered.add(value)
-                    # What was gathered of it: as it is read, but not where it is read as it is.
-                    for spec, sign in ((target, 1), (have[value], -1)):
-                        if spec.shards(self.sizes) < math.prod(self.sizes.values()):
-                            size += sign * self.shard_bytes(value, spec)
         for position, value in enumerate(graph.outputs):
             if value is not None and value in have:
                 carried = position < self.carried
@@ -399,12 +396,20 @@ class Priced:
         scales = (operator.name == "mul" and fixed[1 - at]) or (operator.name == "div" and at == 0 and fixed[1])
         return (scales or operator.name in ("add", "sub", "neg")) and self.is_summed_last(operator.results[0])
 
-    def _is_kept_weight(self, index: int, value: int) -> bool:
-        """Whether a product's gradients read a parameter, which the forward pass has gathered for it outside loops."""
-        operator = self.graph.operators[index]
-        is_parameter = value in [self.graph.inputs[position] for position in self.graph.parameters]
-        is_read = operator.name == "dot_general" and value in read_by_backward(self.graph, operator)
-        return is_parameter and is_read and operator.region is None and len(operator.path) == 1
+    def _is_gathered_again(self, index: int, value: int) -> bool:
+        """Whether an operator's gradients read a weight, which is gathered for them once more: not the one that they
+        read first, as the last operator outside loops does."""
+
+        def reads(operator: Operator) -> set[int]:
+            return self.of_parameters & read_by_backward(self.graph, operator) if operator.region is None else set()
+
+        graph, operator = self.graph, self.graph.operators[index]
+        made = [v for v in operator.results if v is not None]
+        if self.of_parameters.issuperset(made):  # rows, of which the gradients read one after the other
+            return any(self.is_gathered_again(user, v) for v in made for user, _ in graph.consumers.get(v, ()))
+        outside = [other for other in graph.operators if len(other.path) == 1 and reads(other)]
+        first = reads(outside[-1]) if outside else set()
+        return value in reads(operator) - first
 
     def _is_kept_gathered(self, index: int, value: int) -> bool:
         """Of what a product's gradients read and the program makes of data, the copy that was gathered for it."""

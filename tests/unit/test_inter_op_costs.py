@@ -19,6 +19,7 @@ from meshwright.errors import PlanError
 from meshwright.program.build import build_graph
 from meshwright.program.cut import Cutter
 from meshwright.program.rules import Rules
+from meshwright.program.segments import ALL
 from meshwright.program.staged import StagedProgram, merge_scans, staged_program
 from meshwright.program.trace import trace_program
 from meshwright.search.inter.problem import Crossing
@@ -153,7 +154,7 @@ def test_a_whole_program_is_one_stage() -> None:
 
 def gradient_bytes(costs: StageCosts, first: int, last: int) -> float:
     """Of the largest gradient that a range makes in a microbatch."""
-    return costs.solver.graph(first, last, "none")[1].gradient_bytes
+    return costs.solver.graph(first, last, 0)[1].gradient_bytes
 
 
 def test_a_microbatch_makes_its_largest_gradient_beside_the_sum() -> None:
@@ -209,8 +210,8 @@ def test_what_equal_ranges_rematerialise_has_the_places_of_the_first() -> None:
     numbers = [solver.number(n, n + 1) for n in range(len(costs.program.layers))]
     first = next(n for n, number in enumerate(numbers) if numbers.count(number) > 1)
     second = len(numbers) - 1 - numbers[::-1].index(numbers[first])
-    one = solver.problem(Place(first, first + 1, kind, 0), "layer")
-    two = solver.problem(Place(second, second + 1, kind, 1), "layer")
+    one = solver.problem(Place(first, first + 1, kind, 0), ALL)
+    two = solver.problem(Place(second, second + 1, kind, 1), ALL)
     (_, segments, cut), (problem, same, other) = one, two
     assert first < second
     assert other.equations == cut.equations == solver.cut(first, first + 1).equations
@@ -243,7 +244,7 @@ def test_bytes_of_a_range_are_those_of_its_parts_counted_once(name: str, alone: 
     kind = costs.solver.kind_of[Submesh(0, 1)]
     for first, last in combinations(range(len(costs.program.layers) + 1), 2):
         (estimate,) = costs.estimates.estimate(first, last, kind, 1)
-        solved = costs.solver.free(Place(first, last, kind, 0), "none")
+        solved = costs.solver.free(Place(first, last, kind, 0), 0)
         assert solved is not None
         seconds = solved.seconds
         assert estimate.per_step_seconds == pytest.approx(seconds.synchronise_seconds + seconds.update_seconds)
@@ -382,8 +383,8 @@ def test_what_is_certain_of_a_free_stage_is_of_no_price() -> None:
     for layer in range(len(costs.program.layers)):
         for mesh in range(len(costs.solver.meshes[kind])):
             place = Place(layer, layer + 1, kind, mesh)
-            costs.solver.priced(place, "none", [(price, 2) for price in (1e-9, 1e-12)], gap=1.0)
-            free = costs.solver.free(place, "none")
+            costs.solver.priced(place, 0, [(price, 2) for price in (1e-9, 1e-12)], gap=1.0)
+            free = costs.solver.free(place, 0)
             assert free is not None
             solution = free.chosen.solution
             numbers = free.problem.problem(UNLIMITED)
@@ -403,15 +404,15 @@ def test_layouts_that_time_cut_short_are_solved_again_where_there_is_more(monkey
     monkeypatch.setattr(LimitedProblem, "priced", in_time)
     costs = costs_of("gpt-tiny", left_seconds=lambda: left[0])
     place = Place(0, len(costs.program.layers), costs.solver.kind_of[Submesh(0, 8)], 0)
-    cut_short = costs.solver.free(place, "none")
+    cut_short = costs.solver.free(place, 0)
     assert cut_short is not None
     assert cut_short.certain_share == 0.5
     left[0] = 60.0
-    solved = costs.solver.free(place, "none")
+    solved = costs.solver.free(place, 0)
     assert solved is not None
     assert solved.certain_share >= 1 - costs.solver.gap
     left[0] = -1.0
-    assert costs.solver.free(place, "none") is solved
+    assert costs.solver.free(place, 0) is solved
 
 
 def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
@@ -421,8 +422,8 @@ def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
     kind, layers = costs.solver.kind_of[Submesh(0, 8)], len(costs.program.layers)
     for number in range(len(costs.solver.meshes[kind])):
         place = Place(0, layers, kind, number)
-        problem, _, _ = costs.solver.problem(place, "none")
-        free = costs.solver.free(place, "none")
+        problem, _, _ = costs.solver.problem(place, 0)
+        free = costs.solver.free(place, 0)
         least, most = problem.least_bytes.held(2), free.held_bytes(2)
         for share in (0.2, 0.4, 0.6, 0.8, 1.0):
             limit = least + share * (most - least)
@@ -431,13 +432,13 @@ def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
             problem.in_flight = 1
             # Whoever has not looked for the fastest layouts need not do so.
             solver = fresh.solver if share < 0.5 else costs.solver
-            found = solver.within(place, "none", 2, limit)
+            found = solver.within(place, 0, 2, limit)
             assert found.held_bytes(2) <= limit * (1 + 1e-9)
             solution = found.chosen.solution
             assert best.objective * (1 - 1e-9) <= solution.objective <= best.objective / 0.99
             assert solution.lower_bound <= best.objective * (1 + 1e-9)
             bounded += solution.objective > free.chosen.solution.objective
-        assert costs.solver.within(place, "none", 2, 0.99 * least) is None
+        assert costs.solver.within(place, 0, 2, 0.99 * least) is None
     assert bounded > 5
 
 
@@ -460,7 +461,7 @@ def test_meshes_that_are_bound_to_be_slower_are_not_solved_to_the_end(monkeypatc
     seconds, ends = costs.estimates.step_seconds, 0
     for first, last in ((0, 1), (1, 3), (0, 4)):
         meshes = range(len(costs.solver.meshes[kind]))
-        stages = [fresh.solver.within(Place(first, last, kind, mesh), "none", in_flight, limit) for mesh in meshes]
+        stages = [fresh.solver.within(Place(first, last, kind, mesh), 0, in_flight, limit) for mesh in meshes]
         best = min(seconds(option_of(stage)) for stage in stages if stage is not None)
         with monkeypatch.context() as patched:
             patched.setattr(StageProblem, "fastest", property(poor))
@@ -475,7 +476,7 @@ def test_of_two_solutions_the_faster_is_as_certain_as_either_proves() -> None:
     """A forest may find what is faster and prove less of it than elimination does of what it finds to a gap."""
     costs = costs_of("gpt-tiny")
     place = Place(0, 2, costs.solver.kind_of[Submesh(0, 8)], 0)
-    stage = costs.solver.free(place, "none")
+    stage = costs.solver.free(place, 0)
     assert stage is not None
     slower = replace(stage.chosen.solution, objective=1.005 * stage.chosen.solution.objective)
     proven = replace(stage, chosen=replace(stage.chosen, solution=slower)).certain(1.0 / 1.005)

@@ -66,6 +66,6 @@ def test_the_last_stage_is_learned_of_apart():
 def test_stages_that_rematerialise_nothing_are_learned_of_apart():
     missed = learned(8, 10e9, 20e9, plain=True)
     assert missed(8).limit(USABLE, last=False) == USABLE / 1.04
-    assert missed(8).limit(USABLE, last=False, remat="none") < 10e9
+    assert missed(8).limit(USABLE, last=False, again=False) < 10e9
     both = learned(8, 10e9, 20e9)
-    assert both(8).limit(USABLE, last=False) == both(8).limit(USABLE, last=False, remat="none") < 10e9
+    assert both(8).limit(USABLE, last=False) == both(8).limit(USABLE, last=False, again=False) < 10e9

@@ -332,7 +332,7 @@ def unrolled(params: Any, batch: Any) -> Any:
     def loss(weights: Any, batch: Any) -> Any:
         x = batch["x"]
         for layer in weights:
-            x = jnp.tanh(x @ layer["narrow"].astype(jnp.bfloat16)) @ layer["plain"]
+            x = x @ layer["narrow"].astype(jnp.bfloat16) @ layer["plain"]
         return jnp.mean((x - batch["y"]) ** 2)
 
     value, grads = value_and_grad(loss)(params, batch)
@@ -341,11 +341,13 @@ def unrolled(params: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("cluster", ["dgx-a100-80", "tpu-v5e:8", "tpu-v5p:8"])
-def test_weights_that_are_gathered_stay_for_the_backward_pass_of_one_program(zero: int, cluster: str) -> None:
+def test_weights_that_are_gathered_are_gathered_again_for_the_backward_pass(zero: int, cluster: str) -> None:
+    """So that a few are there at a time, more of them where a collective waits for others in a step this small."""
     types = {"narrow": jnp.float32, "plain": jnp.bfloat16}
-    weights = [{name: jax.ShapeDtypeStruct((1024, 1024), dtype) for name, dtype in types.items()} for _ in range(6)]
+    weights = [{name: jax.ShapeDtypeStruct((1024, 1024), dtype) for name, dtype in types.items()} for _ in range(24)]
     batch = {name: jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16) for name in "xy"}
     counted, held = counted_and_held(unrolled, (weights, batch), cluster, zero)
+    gathered = 2 * 24 * 1024 * 1024 * 2 if zero == 3 else 0
     # Gradients that nothing else waits for are taken away as soon as they are made.
-    assert 0.85 * held < counted.total
-    assert counted.total - counted.gradients < 1.2 * held
+    assert held - gathered / 3 < 1.05 * counted.total
+    assert counted.total - counted.gradients < 1.05 * held

@@ -28,11 +28,10 @@ import jax
 import numpy as np
 
 from meshwright._jax.dataflow import WIDE, WIDEST, Kind, Operation, Program, Value
+from meshwright._jax.gathered_again import barriers_hold
 from meshwright._jax.jaxpr import is_literal
 from meshwright._jax.liveness_layouts import Layouts
 
-# Up to JAX 0.10 XLA's CPU backend forgets barriers before it orders kernels, so recomputation starts early.
-_BARRIERS_HOLD = jax.__version_info__ >= (0, 11)
 # From JAX 0.11 XLA's CPU backend multiplies most bfloat16 matrices as they are; before, it made float32 copies of all.
 _BFLOAT16_PRODUCTS = jax.__version_info__ >= (0, 11)
 
@@ -81,7 +80,7 @@ class Builder:
         self.mesh = mesh
         self.platform = platform
         self.on_tpu, self.on_gpu = platform.startswith("tpu"), platform.startswith("gpu")
-        self.barriers_hold = _BARRIERS_HOLD or platform != "cpu"
+        self.barriers_hold = barriers_hold(platform)
         self.values: list[Value] = []
         self.types: list[tuple[tuple[int, ...], Any]] = []
         self.operations: list[Operation] = []

@@ -25,13 +25,14 @@ from .._jax.jaxpr import (
 )
 from ..program.graph import Graph, Operator, Path
 from ..program.local import COMBINE, Split, evaluate_local
+from ..program.parameter_values import values_of_parameters
 from ..program.rules import Rules, is_call
 from ..sharding import Algorithm, Spec, algorithm_of
 from ..sharding.deferred_sums import makes_a_number, partial_axes
 from .collectives import gradients_are_added_up, shared_out
 from .follow import Follower
 from .local_value import LocalValue
-from .loop_residuals import chooses, is_stored
+from .loop_residuals import policy_of
 from .matmul import matmul, turns
 from .repeats import Repeats, Run
 
@@ -66,7 +67,7 @@ class ShardedProgram:
         positions: Sequence[int] | None = None,
     ) -> None:
         self._closed = closed
-        self._graph = graph
+        self._graph, self._of_parameters = graph, values_of_parameters(graph)
         self._rules = rules
         self._algorithms = algorithms
         self._settled = settled
@@ -92,8 +93,7 @@ class ShardedProgram:
         jaxpr = open_jaxpr(self._closed)
         env: Env = {}
         for var, index, shard, spec in zip(jaxpr.invars, self._graph.inputs, shards, specs, strict=True):
-            value = LocalValue(shard, spec, self._sizes, differentiated=self._graph.values[index].differentiated)
-            env[var] = self._settle(index, value)
+            env[var] = self._settle(index, self._value(index, shard, spec))
         for var, const in zip(jaxpr.constvars, consts_of(self._closed), strict=True):
             env[var] = self._whole(const)
         self._run(jaxpr, env, ())
@@ -127,6 +127,13 @@ class ShardedProgram:
         if not makes_a_number(self._graph, operator) or any(s.broadcast for s in (*planned.operands, *planned.results)):
             return frozenset()
         return partial_axes(operator.name, operands, [self._is_differentiated(v) for v in operator.operands])
+
+    def _value(self, index: int | None, shard: Any, spec: Spec) -> LocalValue:
+        """A value of the program, by its number."""
+        return LocalValue(
+            shard, spec, self._sizes, differentiated=self._is_differentiated(index),
+            of_parameters=index in self._of_parameters,
+        )  # fmt: skip
 
     def _whole(self, x: Any) -> LocalValue:
         return LocalValue(x, Spec.replicated(len(getattr(x, "shape", ()))), self._sizes)
@@ -198,17 +205,12 @@ class ShardedProgram:
         def on_shards(shards: list[Any]) -> list[Any]:
             inner = dict(lazy)
             for (var, value), shard in zip(real.items(), shards, strict=True):
-                inner[var] = LocalValue(shard, value.spec, self._sizes, differentiated=value.differentiated)
+                inner[var] = value.like(shard, value.spec)
             made[:] = [value.leave() for value in run(inner)]
             return [value.shard for value in made if not value.is_lazy]
 
         shards = iter(jax.checkpoint(on_shards, **options)([value.shard for value in real.values()]))
-        return [
-            value
-            if value.is_lazy
-            else LocalValue(next(shards), value.spec, self._sizes, differentiated=value.differentiated)
-            for value in made
-        ]
+        return [value if value.is_lazy else value.like(next(shards), value.spec) for value in made]
 
     def _equation(self, equation: Equation, env: Env, path: Path) -> list[LocalValue]:
         if equation.primitive.name == "scan":
@@ -233,10 +235,7 @@ class ShardedProgram:
         else:
             results = evaluate_local(equation, Split(operator.rule, algorithm.axes, self._sizes), shards)
         return [
-            self._settle(
-                index,
-                LocalValue(shard, spec, self._sizes, differentiated=self._is_differentiated(index)),
-            )
+            self._settle(index, self._value(index, shard, spec))
             for index, shard, spec in zip(indices, results, algorithm.results, strict=True)
         ]
 
@@ -305,8 +304,7 @@ class ShardedProgram:
         def inside(i: int, shard: Any) -> LocalValue:
             index = links[i].results[0]
             assert index is not None
-            moving = self._graph.values[index].differentiated
-            return self._settle(index, LocalValue(shard, chosen[i].results[0], self._sizes, differentiated=moving))
+            return self._settle(index, self._value(index, shard, chosen[i].results[0]))
 
         def trip(carried: Any, row: Any) -> tuple[list[Any], list[Any]]:
             inner: Env = {}
@@ -326,8 +324,9 @@ class ShardedProgram:
             return kept, out
 
         moving = [self._graph.values[link.results[0]].differentiated for link in links if link.results[0] is not None]
-        if any(moving) and chooses(body) and not any(runs and at == path for at, runs in self._segments.items()):
-            trip = jax.checkpoint(trip, policy=is_stored, prevent_cse=False)
+        policy = policy_of(body) if any(moving) else None
+        if policy is not None and not any(runs and at == path for at, runs in self._segments.items()):
+            trip = jax.checkpoint(trip, policy=policy, prevent_cse=False)
         final, stacked = lax.scan(trip, carry, xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)
         results: list[LocalValue] = []
         made = dict(zip(stacks, stacked, strict=True))

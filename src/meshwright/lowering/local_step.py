@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._jax.convolutions import with_fast_convolutions
+from .._jax.gathered_again import barriers_hold, gathering_again
 from .._jax.grad import value_and_grad_p
 from .._jax.jaxpr import eliminate_dead_code, open_jaxpr
 from .._jax.liveness_adapter import dataflow_of
@@ -246,6 +247,8 @@ class LocalStep:
         convolves = any(operator.name == "conv_general_dilated" for operator in program.graph.operators)
         if platform == "cpu" and convolves:
             microbatch = with_fast_convolutions(microbatch)
+        if platform is None or barriers_hold(platform):
+            microbatch = gathering_again(microbatch)
         consts, parameters = shards[:n], shards[n:]
         if program.microbatches == 1:
             value, aux, grads = microbatch(consts, parameters)

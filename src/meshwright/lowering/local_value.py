@@ -41,9 +41,10 @@ class LocalValue:
       of_traced: for a constant, whether it is made of arrays of the trace at hand (the last count of a loop), so that
         it cannot be made outside of it.
       moved: its shards in specs that it has been converted to.
+      of_parameters: whether it is made of parameters alone.
     """
 
-    __slots__ = ("_made", "_make", "_of_traced", "differentiated", "shard", "sizes", "spec")
+    __slots__ = ("_made", "_make", "_of_traced", "differentiated", "of_parameters", "shard", "sizes", "spec")
 
     def __init__(
         self,
@@ -55,11 +56,13 @@ class LocalValue:
         make: Callable[[Spec], Any] | None = None,
         of_traced: bool = False,
         moved: Mapping[Spec, Any] | None = None,
+        of_parameters: bool = False,
     ) -> None:
         self.shard = shard
         self.spec = spec
         self.sizes = sizes
         self.differentiated = differentiated
+        self.of_parameters = of_parameters
         self._make = make
         self._of_traced = of_traced
         self._made: dict[Spec, Any] = dict(moved or {})
@@ -102,14 +105,20 @@ class LocalValue:
         if not self.differentiated:
             source, spec = source.without_broadcast(), spec.without_broadcast()
         conversion = planned_conversion(source, spec)
-        return run_conversion(self.shard, conversion, self.sizes, differentiated=self.differentiated)
+        return run_conversion(
+            self.shard, conversion, self.sizes, differentiated=self.differentiated, of_parameters=self.of_parameters
+        )
+
+    def like(self, shard: Any, spec: Spec) -> LocalValue:
+        """Another shard of the same kind of value."""
+        return LocalValue(shard, spec, self.sizes, differentiated=self.differentiated, of_parameters=self.of_parameters)
 
     def enter(self) -> LocalValue:
         """The same value for readers inside a loop body, whose conversions stay there."""
         if self.is_lazy:
             return self
-        return LocalValue(self.shard, self.spec, self.sizes, differentiated=self.differentiated)
+        return self.like(self.shard, self.spec)
 
     def settle(self, spec: Spec) -> LocalValue:
         """The same value, moved to `spec` once for all its readers."""
-        return LocalValue(self.read(spec), spec, self.sizes, differentiated=self.differentiated)
+        return self.like(self.read(spec), spec)

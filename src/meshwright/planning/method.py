@@ -50,7 +50,7 @@ def choice_words(space: Space, choice: Choice) -> str:
     (stage,) = choice.stages
     mesh = space.stages.meshes(choice.microbatches, stage.first, stage.last, stage.submesh)[stage.mesh]
     axes = [(axis.name, axis.size) for axis in mesh.axes]
-    return one_stage_words(choice.microbatches, axes, rematerialised=stage.remat == "layer")
+    return one_stage_words(choice.microbatches, axes, rematerialised=stage.remat > 0)
 
 
 def plan_by_method(asked: PlanRequest, method: str) -> SearchResult:

@@ -11,11 +11,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from sys import maxsize
 
 from .graph import Graph, Operator, Path, once_for_each
 from .residuals import kept_values
 
 Segments = Mapping[Path, Sequence[tuple[int, int]]]
+
+# How many segments of a range are rematerialised, the first ones: all there are. 0 is none of them.
+ALL = maxsize
 
 # Candidate borders considered: those that the fewest bytes cross.
 _MAX_BORDERS = 160
@@ -102,6 +106,26 @@ def _cuts_within(borders: Sequence[int], crossing: Sequence[float], prefix: Sequ
     while cuts[-1]:
         cuts.append(before[cuts[-1]])
     return [borders[i] for i in reversed(cuts)]
+
+
+def count_of(segments: Segments) -> int:
+    """How many segments there are.
+
+    >>> count_of({(): ((0, 4), (7, 9)), (5,): ((0, 3),)})
+    3
+    """
+    return sum(len(runs) for runs in segments.values())
+
+
+def first_of(segments: Segments, count: int) -> dict[Path, tuple[tuple[int, int], ...]]:
+    """The first segments in program order, so many of them: what they make waits longest for the backward pass.
+
+    >>> first_of({(): ((0, 4), (7, 9)), (5,): ((0, 3),)}, 2)
+    {(): ((0, 4),), (5,): ((0, 3),)}
+    """
+    every = sorted((((*path, run[0]), path, run) for path, runs in segments.items() for run in runs))[:count]
+    kept = {path: tuple(run for _, at, run in every if at == path) for path in segments}
+    return {path: runs for path, runs in kept.items() if runs}
 
 
 def rematerialise(graph: Graph, segments: Segments) -> Graph:

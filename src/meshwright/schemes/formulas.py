@@ -157,7 +157,7 @@ SCHEMES: tuple[Scheme, ...] = (
             Move("reduce_scatter", "d", "backward", "m * P"),
         ),
         holds=("P / d", "P / d", "O / d", _BATCH),
-        note="loops over layers and plans of one stage keep what they gathered: one all-gather less, up to P more held",
+        note="what no derivative reads is gathered once, and so is the last weight of a plan of one stage",
     ),
     Scheme(
         name="tensor", title="tensor, column and row", source="Shoeybi et al. 2019", own="t",

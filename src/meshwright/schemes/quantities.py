@@ -21,11 +21,11 @@ from math import prod
 
 from ..program.graph import Graph, Operator
 from ..program.origins import dim_origins, operator_origins
+from ..program.parameter_values import values_of_parameters
 from ..program.residuals import kept_values
 from ..program.trace import Program
 from ..search.intra.parameters import parameter_infos
 from ..search.intra.problem import trips_of
-from ..search.prices.choices import values_of_parameters
 
 MEANINGS: Mapping[str, str] = {
     "P": "parameters, and as many bytes of gradients",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...program.graph import Graph
+from ...program.parameter_values import values_of_parameters
 from ...sharding import Spec, convert
-from ..prices.choices import values_of_parameters
 from .problem import IntraOpSolution
 
 

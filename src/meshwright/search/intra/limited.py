@@ -143,6 +143,11 @@ class LimitedProblem(IntraOpProblem):
         for value in workspace.stacks.keys() & self._defines.keys():
             node, specs = self._defines[value]
             rows[node] += workspace.stacks[value] * self.local_bytes(value, specs)
+        for user, at in workspace.weights:
+            value, node = self.graph.operators[user].operands[at], self.operator_node.get(user)
+            if value is not None and node is not None:
+                wanted = self.operator_prices[user].operands[at]
+                rows[node] += 1 / len(workspace.weights) * self.was_gathered(wanted) * self.local_bytes(value, wanted)
         if workspace.weight is not None:
             node = self.input_node[workspace.weight]
             rows[node] += workspace.gradient_bytes / self.prices.shards(self.parameter_prices[node].uses)

@@ -10,9 +10,7 @@ A value that several operators read has a node of its own, whose layout it is re
 all of its readers are merged into it, or all but one: then it takes the node of its maker, if resharding the maker's
 operand moves no more bytes.
 
-Known limits: slicing an array for one of its readers, which then does less work, is not considered. Weights that one
-program gathers and does not cast are kept for the backward pass, which is not counted: whether they were gathered
-depends on two nodes, and bytes belong to one.
+Known limit: slicing an array for one of its readers, which then does less work, is not considered.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ...program.graph import Graph, Operator, once_for_each
+from ...program.parameter_values import values_of_parameters
 from ...program.residuals import is_cheap, kept_in_one_program, kept_values, needed_again, read_by_backward
 from ...sharding.deferred_sums import waiting_reads
-from ..prices.choices import values_of_parameters
 from ..prices.kernels import is_plain
 
 
@@ -36,21 +34,16 @@ class Read:
       position: among the operands.
       value: that is read.
       times: in a microbatch.
-      runs: how often a conversion for it runs forward for one backward pass.
-      of_parameters: whether it is made of parameters alone and read outside loops, which keep such values.
       waits: whether it is a number that may be read as summands and summed at the end of a step.
       holds: what the backward pass keeps of it for this operator: "read", as it is read; "gathered", only where it was
-        gathered for that; "made", as it was made before a loop over microbatches; "cast", both of these; or "weight",
-        what was gathered for it of a parameter.
+        gathered for that; or "made", as it was made.
     """
 
     position: int
     value: int
     times: int
-    runs: int
-    of_parameters: bool
     waits: bool
-    holds: Literal["", "read", "gathered", "made", "cast", "weight"]
+    holds: Literal["", "read", "gathered", "made"]
 
 
 class MergedInto(NamedTuple):
@@ -106,7 +99,7 @@ _VIEWS = frozenset(["copy", "expand_dims", "reshape", "squeeze", "transpose"])
 @once_for_each
 def node_merging_of(graph: Graph) -> NodeMerging:
     """The merging of a graph whose backward pass is a program of its own."""
-    return _node_merging(graph, kept_values(graph), casts="", weights=False)
+    return _node_merging(graph, kept_values(graph), casts="")
 
 
 def node_merging_of_one_program(graph: Graph, platform: str = "cpu", *, in_loop: bool = False) -> NodeMerging:
@@ -124,7 +117,7 @@ def node_merging_of_one_program(graph: Graph, platform: str = "cpu", *, in_loop:
     known = _of_one_program(graph)
     if key not in known:
         kept = kept_in_one_program(graph, platform)
-        known[key] = _node_merging(graph, kept, casts=("cast" if in_loop else "") if on_tpu else "read", weights=True)
+        known[key] = _node_merging(graph, kept, casts=("always" if in_loop else "") if on_tpu else "plain")
     return known[key]
 
 
@@ -135,14 +128,14 @@ def _of_one_program(graph: Graph) -> dict[tuple[str, bool], NodeMerging]:
     return {}
 
 
-def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "read", "cast"], weights: bool) -> NodeMerging:
+def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "plain", "always"]) -> NodeMerging:
     """The merging of a graph, given what its backward pass keeps, of casts of weights too.
 
     Args:
       graph: of a stage.
       kept: values that its backward pass keeps.
-      casts: what it keeps of the casts of weights, as of `Read.holds`.
-      weights: whether it keeps what was gathered of others.
+      casts: of which casts of weights it has an array beside the parameter: none, those that nothing rematerialised
+        reads, or all.
     """
     # Parameters are at hand anyway, and so is what is made of them alone.
     kept = kept - values_of_parameters(graph)
@@ -164,7 +157,7 @@ def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "read", "c
             elif value in held:
                 pass
             elif operator.region is not None:
-                if casts == "cast" and _reads_cast(graph, operator, value):
+                if casts == "always" and _reads_cast(graph, operator, value):
                     held.add(value)
                     holds = "made"
             elif reads_gathered(graph, operator, value):
@@ -173,15 +166,9 @@ def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "read", "c
                 holds = "gathered"
             elif casts and _reads_cast(graph, operator, value):
                 held.add(value)
-                holds = casts
-            elif weights and _reads_weight(graph, operator, value):
-                held.add(value)
-                holds = "weight"
-            of_parameters = value in values_of_parameters(graph)
-            again = of_parameters and len(operator.path) == 1
-            waits = (operator.index, position) in waiting_reads(graph) and not of_parameters
-            runs = forward_runs_of(graph, value, operator)
-            found.append(Read(position, value, operator.operand_repeats[position], runs, again, waits, holds))
+                holds = "made"
+            waits = (operator.index, position) in waiting_reads(graph) and value not in values_of_parameters(graph)
+            found.append(Read(position, value, operator.operand_repeats[position], waits, holds))
         reads.append(tuple(found))
     merged_into = {o.index: one for o in operators if (one := _merged_into(graph, o)) is not None}
     return NodeMerging(operators=operators, reads=tuple(reads), shared=shared, merged_into=merged_into)
@@ -223,24 +210,6 @@ def _reads_cast(graph: Graph, operator: Operator, value: int) -> bool:
         (source, *_) = graph.operators[made_by[0]].operands
         made_by = graph.producer.get(source) if source is not None else None
     return made_by is not None and value in read_by_backward(graph, operator)
-
-
-def _reads_weight(graph: Graph, operator: Operator, value: int) -> bool:
-    """Whether the derivative of an operator outside loops reads a parameter, perhaps cast, which may be gathered for
-    it."""
-    reads = len(operator.path) == 1 and not is_cheap(operator.name) and value in read_by_backward(graph, operator)
-    return reads and parameter_behind(graph, value) is not None
-
-
-def parameter_behind(graph: Graph, value: int) -> int | None:
-    """The parameter that a value is another name or a cast of."""
-    while (made_by := graph.producer.get(value)) is not None:
-        maker = graph.operators[made_by[0]]
-        source = maker.operands[0] if maker.name in _VIEWS or maker.name == "convert_element_type" else None
-        if source is None:
-            return None
-        value = source
-    return value if value in values_of_parameters(graph) else None
 
 
 def forward_runs(graph: Graph, operator: Operator) -> int:

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._jax.gathered_again import barriers_hold
 from ...cluster import Device, LogicalMesh
 from ...cost.compute import elementwise_seconds
 from ...program.graph import Graph, Operator
 from ...program.origins import dim_origins, operator_origins
+from ...program.parameter_values import is_read_again, values_of_parameters
 from ...program.residuals import kept_itemsize
 from ...sharding import Spec
 from ...solve import Problem, Solution, solve
@@ -31,7 +33,6 @@ from ..prices.choices import (
     parameter_choices,
     reads_rows,
     spec_choices,
-    values_of_parameters,
 )
 from ..prices.exposure import Exposure
 from ..prices.of_choices import OperatorPrices, ParameterPrices
@@ -45,7 +46,6 @@ from .node_merging import (
     forward_runs_of,
     node_merging_of,
     node_merging_of_one_program,
-    parameter_behind,
 )
 
 
@@ -258,8 +258,11 @@ class IntraOpProblem:
 
     def forward_runs_of(self, value: int, operator: Operator) -> int:
         """How often a conversion of `value` made for (or right after) `operator` runs forward."""
-        of_parameters = not self.is_one_program and value in self.of_parameters and len(operator.path) == 1
-        return 2 if of_parameters else forward_runs_of(self.graph, value, operator)
+        again = is_read_again(
+            self.graph, value, operator, one_program=self.is_one_program,
+            in_line=barriers_hold(self.prices.device.compiler),
+        )  # fmt: skip
+        return 2 if again else forward_runs_of(self.graph, value, operator)
 
     def _add_operators(self) -> None:
         graph, m, prices = self.graph, self.microbatches, self.operator_prices
@@ -382,30 +385,17 @@ class IntraOpProblem:
                 source, specs = self._defines[index]
                 targets = operands[read.position]
                 if source != node or specs is not targets:  # else it follows what makes the value
-                    runs = 2 if read.of_parameters and not self.is_one_program else read.runs
+                    runs = self.forward_runs_of(index, operator)
                     often = 1 / self.microbatches if read.waits and self.is_one_program else times
                     table = self._conversions(index, specs, targets, runs, often)
                     self._connect(source, node, self._gathered_in_loops(index, (operator,), specs, targets, table))
                     self.moves.append(Move(source, node, index, often, specs, targets))
                 if read.holds == "read":
                     self._bytes[node] += self._kept_bytes(index, targets)
-                elif read.holds in ("gathered", "cast"):
+                elif read.holds == "gathered":
                     self._bytes[node] += self.was_gathered(targets) * self._kept_bytes(index, targets)
-                if read.holds == "made":
+                elif read.holds == "made":
                     self._bytes[source] += self._kept_bytes(index, specs)
-                elif read.holds == "cast":
-                    # Whether it was gathered depends on both: what is split over all devices is there beside what is
-                    # gathered of it, anything else is taken to be read as it is.
-                    self._bytes[source] += ~self.was_gathered(specs) * self._kept_bytes(index, specs)
-                elif read.holds == "weight":
-                    # The same: a parameter that is read as it is pays for what its reader counts as gathered. (One
-                    # that is whole and read split pays for nothing, half of what it holds at most.)
-                    self._bytes[node] += self.was_gathered(targets) * self.local_bytes(index, targets)
-                    weight = parameter_behind(self.graph, index)
-                    assert weight is not None
-                    parameter, uses = self._defines[weight]
-                    paid = self.was_gathered(uses) * self.local_bytes(index, uses)
-                    self._input_bytes[parameter] = self._input_bytes[parameter] - paid
 
     def was_gathered(self, specs: SpecRow) -> np.ndarray:
         """Of an operand, by how it is split: what is split over all devices was not gathered."""

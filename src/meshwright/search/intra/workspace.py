@@ -25,8 +25,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from ...program.graph import Graph, Operator
+from ...program.parameter_values import values_of_parameters
 from ...program.residuals import kept_in_one_program, kept_values, read_by_backward, regions
-from ..prices.choices import values_of_parameters
 from .fused import Writes
 
 # What a weight passes through on its way to a matrix product.
@@ -71,6 +71,8 @@ class Workspace:
         and its gradient.
       gradients: stacks of parameters of whose rows a loop makes all gradients before they are added to those of earlier
         microbatches; which lasts, and counts for the whole step.
+      weights: the largest that the backward pass of one program reads outside loops: reader and operand. Where they
+        are gathered, one of them is there.
       bytes: of it all, of all devices together.
     """
 
@@ -79,6 +81,7 @@ class Workspace:
     gradient_bytes: float
     stacks: Mapping[int, float]
     gradients: frozenset[int]
+    weights: tuple[tuple[int, int], ...]
     bytes: float
 
 
@@ -112,8 +115,9 @@ def workspace_of(graph: Graph, *, microbatches: int, is_one_program: bool = Fals
     total += sum(times * graph.values[value].bytes for value, times in stacks.items())
     total += sum(graph.values[value].bytes for value in gradients)
     return Workspace(
-        moments=moments, weight=weight, gradient_bytes=gradient_bytes, stacks=stacks, gradients=gradients, bytes=total
-    )
+        moments=moments, weight=weight, gradient_bytes=gradient_bytes, stacks=stacks, gradients=gradients,
+        weights=_largest_weights(graph) if is_one_program else (), bytes=total,
+    )  # fmt: skip
 
 
 def worst_moments(graph: Graph, *, is_one_program: bool = False, platform: str = "cpu") -> tuple[Moment, ...]:
@@ -254,6 +258,20 @@ def _transposed(graph: Graph, stack: int) -> float:
         copied |= maker.name == "transpose"
         (source,) = (v for v in maker.operands[:1] if v is not None)
     return (2 - graph.values[source].itemsize / graph.values[stack].itemsize) * copied
+
+
+def _largest_weights(graph: Graph) -> tuple[tuple[int, int], ...]:
+    """Operators outside loops whose derivatives read weights, and which operands these are, as far as they are about as
+    large as the largest."""
+    found = [
+        (graph.values[value].bytes, operator.index, at)
+        for operator in graph.operators
+        if len(operator.path) == 1 and operator.region is None
+        for at, value in enumerate(operator.operands)
+        if value in values_of_parameters(graph) and value in read_by_backward(graph, operator)
+    ]
+    most = max((size for size, _, _ in found), default=0)
+    return tuple((operator, at) for size, operator, at in found if size >= AS_BAD * most)
 
 
 def _largest_gradient(graph: Graph) -> tuple[int | None, float]:

@@ -100,16 +100,12 @@ def scheduled(
       chunks: stages on each rank.
     """
     ends = len(costs.program.layers)
-    limits = [costs.limit_bytes(one.submesh, one.last == ends, _remat(one)) for one in stages]
+    limits = [costs.limit_bytes(one.submesh, one.last == ends, bool(one.option.tag.segments)) for one in stages]
     staged = staged_timing(costs.solver, stages, limit_bytes=limits)
     orders = [name for name in SIMULATED if name in schedules and name != INTERLEAVED]
     orders = orders if len(stages) > 1 else ["one_f_one_b"]
     found = best_schedule(staged, costs.program.microbatches, orders, chunks=chunks)
     return Candidate(costs=costs, stages=stages, scheduled=found) if found is not None else None
-
-
-def _remat(stage: PlacedStage) -> str:
-    return "layer" if stage.option.tag.segments else "none"
 
 
 def merged(
@@ -143,7 +139,7 @@ def merged(
     for stage, (first, last), place, count, adopted in zip(
         best.stages, ranges, places, in_flight, options, strict=True
     ):
-        limit = costs.limit_bytes(place, last == len(costs.program.layers), _remat(stage))
+        limit = costs.limit_bytes(place, last == len(costs.program.layers), bool(stage.option.tag.segments))
         option = adopted if adopted is not None else costs.solve_within(first, last, place, count, limit)
         if option is None:
             return None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, product
 
-from ...program.dependence import values_of_data
 from ...program.graph import Graph, Operator, once_for_each
+from ...program.parameter_values import values_of_parameters
 from ...program.residuals import is_cheap
 from ...sharding import Algorithm, Spec, Splits, algorithms_in, shared_algorithms_in, splits_of
 from .spec_row import SpecRow
@@ -62,12 +62,6 @@ def _operator_choices(splits: Splits, moving: tuple[bool, ...], shared: bool, co
     if shared:
         return Choices(OperatorChoice(a, mark) for a, mark in shared_algorithms_in(splits, moving))
     return Choices(OperatorChoice(a) for a in algorithms_in(splits, moving, combines))
-
-
-@once_for_each
-def values_of_parameters(graph: Graph) -> frozenset[int]:
-    """Values that depend on parameters and on no other input."""
-    return frozenset(v.index for v in graph.values if not v.constant) - values_of_data(graph)
 
 
 def reads_rows(graph: Graph, operator: Operator) -> bool:

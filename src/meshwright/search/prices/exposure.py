@@ -30,7 +30,7 @@ import numpy as np
 from ...cluster import Device
 from ...cost.efficiency import EfficiencyProfile
 from ...program.graph import Graph, Path, once_for_each
-from .choices import values_of_parameters
+from ...program.parameter_values import values_of_parameters
 
 # Seconds: a number, or one for each pair of layouts.
 _Seconds = TypeVar("_Seconds", float, np.ndarray)

@@ -17,9 +17,10 @@ from ...cost.kernels import Kernel, kernel_seconds
 from ...program.graph import Graph, Operator, once_for_each
 from ...program.halo import halo_bytes
 from ...program.origins import operator_origins
+from ...program.parameter_values import values_of_parameters
 from ...program.residuals import is_stored
 from ...sharding import Algorithm, Spec
-from .choices import Choices, values_of_parameters
+from .choices import Choices
 from .conversions import conversion_prices
 from .exposure import ALL, Exposure, exposure_of
 from .kernels import (

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...program.segments import ALL
 from ...solve import Infeasible
 from ..inter.submeshes import Submesh
 from ..space.choice import Choice, LayoutNumbers, StageChoice
@@ -70,7 +71,7 @@ def _balanced(stages: Stages, count: int, budget: Budget) -> dict[int, _Stages]:
     counts = range(1, min(layers, devices) + 1) if stages.stage_counts is None else stages.stage_counts
 
     @cache
-    def sums(kind: Submesh, mesh: int, remat: str) -> np.ndarray:
+    def sums(kind: Submesh, mesh: int, remat: int) -> np.ndarray:
         """Of all layers before each layer, on a kind of submesh, and of all: seconds, and bytes as of `_alone`."""
         choices = (_layer_choice(count, layer, kind, mesh, remat) for layer in range(layers))
         each = (_alone(stages, choice) if not budget.over else (inf, inf, inf) for choice in choices)
@@ -83,9 +84,12 @@ def _balanced(stages: Stages, count: int, budget: Budget) -> dict[int, _Stages]:
         for choice in stages.ways(count, first, last, submesh):
             if (beside := _mesh_beside(stages, count, choice)) is None:
                 continue
-            before, after = sums(stages.like(submesh), beside, choice.remat)[[first, last]]
-            if after[0] < inf:
-                seconds, once_bytes, kept_bytes = (after - before).tolist()
+            again, kind = _layers_again(stages, count, choice), stages.like(submesh)
+            early, late = sums(kind, beside, ALL), sums(kind, beside, 0)
+            with np.errstate(invalid="ignore"):  # layers without layouts
+                whole = early[again] - early[first] + late[last] - late[again]
+            if np.isfinite(whole[0]):
+                seconds, once_bytes, kept_bytes = whole.tolist()
                 fits = once_bytes + in_flight * kept_bytes <= stages.limit_of(costs, choice)
                 if fits and (best is None or seconds < best[0]):
                     best = seconds, choice
@@ -108,6 +112,12 @@ def _balanced(stages: Stages, count: int, budget: Budget) -> dict[int, _Stages]:
     return {n: one for n, one in found.items() if ends is None or [stage.last for stage in one.stages] == list(ends)}
 
 
+def _layers_again(stages: Stages, count: int, stage: StageChoice) -> int:
+    """One past the last of the layers that a stage computes again: as large a share of them as of its segments."""
+    most = stages.remats(count, stage.first, stage.last)[-1]
+    return stage.first + (round((stage.last - stage.first) * stage.remat / most) if most else 0)
+
+
 def _mesh_beside(stages: Stages, count: int, stage: StageChoice) -> int | None:
     """The number of a stage's logical mesh among those of one of several stages; None for one that only a stage that is
     alone may have."""
@@ -116,7 +126,7 @@ def _mesh_beside(stages: Stages, count: int, stage: StageChoice) -> int | None:
     return beside.index(meshes[stage.mesh]) if meshes[stage.mesh] in beside else None
 
 
-def _layer_choice(count: int, layer: int, submesh: Submesh, mesh: int, remat: str) -> Choice:
+def _layer_choice(count: int, layer: int, submesh: Submesh, mesh: int, remat: int) -> Choice:
     # Beside another stage: a layer alone is no plan of one stage.
     one = StageChoice(layer, layer + 1, submesh, mesh, remat)
     return Choice(count, (one, one))
@@ -143,8 +153,9 @@ def _as_alone(stages: Stages, choice: Choice, number: int) -> LayoutNumbers | No
     mesh = _mesh_beside(stages, choice.microbatches, stage)
     if mesh is None:
         return None
+    again = _layers_again(stages, choice.microbatches, stage)
     for layer in range(stage.first, stage.last):
-        alone = _layer_choice(choice.microbatches, layer, stage.submesh, mesh, stage.remat)
+        alone = _layer_choice(choice.microbatches, layer, stage.submesh, mesh, ALL if layer < again else 0)
         fastest = stages.layouts(alone, 0).problem.fastest
         if fastest.choices is not None:
             wanted |= stages.operators(alone, 0, fastest.choices)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...errors import MemoryExceeded
+from ...program.segments import count_of
 from ...program.staged import whole_program
 from ...schedule import WORTH_SPLITTING
 from ..driver import Part, search_parts
@@ -93,15 +94,15 @@ def _choice(space: Space, found: SearchResult) -> Choice:
 
     if not found.stages:
         (stage,) = found.plan.stages
-        layers, remat = space.stages.layers(count), "layer" if stage.rematerialised else "none"
+        layers, remat = space.stages.layers(count), count_of(dict(stage.rematerialised))
         mesh = number(0, layers, space.stages.whole, tuple(stage.mesh))
         return Choice(count, (StageChoice(0, layers, space.stages.whole, mesh, remat),))
     stages = []
     for first, last, submesh, option in found.stages:
         solved: SolvedStage = option.tag
         mesh = number(first, last, submesh, tuple((axis.name, axis.size) for axis in solved.mesh.axes))
-        remat = "layer" if solved.segments else "none"
-        stages.append(StageChoice(first, last, submesh, mesh, remat, solved.chosen.solution.choices))
+        remat, layouts = count_of(solved.segments), solved.chosen.solution.choices
+        stages.append(StageChoice(first, last, submesh, mesh, remat, layouts))
     choice = Choice(count, tuple(stages))
     # One stage alone has other costs than as a pipeline's: its layouts are solved again.
     return choice if len(stages) > 1 else choice.structure

@@ -25,7 +25,7 @@ class StageChoice(NamedTuple):
       last: one past its last layer.
       submesh: its devices.
       mesh: number of its logical mesh among those of the submesh.
-      remat: "none" or "layer".
+      remat: how many of its segments are rematerialised, the first ones (`program.segments`).
       layouts: of each node of its intra-operator problem the number of the choice; None for those that the integer
         program finds within the memory of a device.
     """
@@ -34,14 +34,14 @@ class StageChoice(NamedTuple):
     last: int
     submesh: Submesh
     mesh: int
-    remat: str
+    remat: int
     layouts: LayoutNumbers | None = None
 
 
 class Choice(NamedTuple):
     """A plan's decisions, or some of them.
 
-    >>> stage = StageChoice(0, 4, Submesh(0, 8), mesh=0, remat="none")
+    >>> stage = StageChoice(0, 4, Submesh(0, 8), mesh=0, remat=0)
     >>> Choice(2, (stage,)).structure == Choice(2, (stage._replace(layouts=(1, 0)),)).structure
     True
 

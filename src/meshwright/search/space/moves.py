@@ -91,9 +91,10 @@ def _other_mesh(space: Space, choice: Choice, rng: np.random.Generator) -> Choic
 def _other_remat(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | None:
     number, stage = _drawn(choice, rng)
     remats = space.stages.remats(choice.microbatches, stage.first, stage.last)
-    other = next((one for one in remats if one != stage.remat), None)
-    if other is None:
+    others = [one for one in remats if one != stage.remat]
+    if not others:
         return None
+    other = others[int(rng.integers(len(others)))]
     return _kept(space, choice, choice.with_stages(number, stage._replace(remat=other)))
 
 
@@ -141,7 +142,7 @@ def _replaced(space: Space, choice: Choice, number: int, count: int, *stages: St
     for stage in stages:
         remats = space.stages.remats(choice.microbatches, stage.first, stage.last)
         meshes = space.stages.meshes(choice.microbatches, stage.first, stage.last, stage.submesh)
-        remat, mesh = stage.remat if stage.remat in remats else remats[0], min(stage.mesh, max(len(meshes) - 1, 0))
+        remat, mesh = min(max(stage.remat, remats[0]), remats[-1]), min(stage.mesh, max(len(meshes) - 1, 0))
         found.append(stage._replace(mesh=mesh, remat=remat, layouts=None))
     other = choice.with_stages(number, *found, instead_of=count)
     places = all(stage.submesh in space.stages.places for stage in other.stages)

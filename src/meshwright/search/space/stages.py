@@ -155,13 +155,12 @@ class Stages:
         """The logical meshes of a submesh for one of several stages."""
         return self._kinds.meshes[self._kinds[submesh]]
 
-    def remats(self, microbatches: int, first: int, last: int) -> tuple[str, ...]:
-        """Whether a stage of these layers may rematerialise: "none", "layer" or both."""
-        if self.request.remat is not None:
-            return (self.request.remat,)
+    def remats(self, microbatches: int, first: int, last: int) -> tuple[int, ...]:
+        """How many segments of a stage of these layers may be rematerialised, the first ones: none, some or all."""
         alone = self._is_whole(microbatches, first, last)
-        segments = self.costs_in(microbatches, alone=alone).solver.segments(first, last)
-        return ("none", "layer") if segments else ("none",)
+        count = self.costs_in(microbatches, alone=alone).solver.segment_count(first, last)
+        wish = self.request.remat
+        return tuple(range(count + 1)) if wish is None else (count if wish == "layer" else 0,)
 
     def ways(self, microbatches: int, first: int, last: int, submesh: Submesh) -> Iterator[StageChoice]:
         """A stage of these layers on a submesh, in all ways to run it."""
@@ -178,7 +177,7 @@ class Stages:
 
     def limit_of(self, costs: StageCosts, stage: StageChoice) -> float:
         """Bytes that a stage may count on a device."""
-        return costs.limit_bytes(stage.submesh, stage.last == len(costs.program.layers), stage.remat)
+        return costs.limit_bytes(stage.submesh, stage.last == len(costs.program.layers), stage.remat > 0)
 
     def like(self, submesh: Submesh) -> Submesh:
         """The first of the submeshes that cost a stage the same as this one."""

@@ -1,8 +1,8 @@
 """The tree of decisions whose leaves are the structures of a space.
 
-First the microbatches, then stage by stage how many layers it has, its submesh, its logical mesh and whether it
-rematerialises. A search that decides one thing after another (breadth-first search, Monte-Carlo tree search, a policy)
-walks this tree; no branch of it is a dead end.
+First the microbatches, then stage by stage how many layers it has, its submesh, its logical mesh and how many of its
+segments it rematerialises. A search that decides one thing after another (breadth-first search, Monte-Carlo tree
+search, a policy) walks this tree; no branch of it is a dead end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..inter.submeshes import Submesh
 from .choice import Choice, StageChoice
 from .stages import Stages
 
-Option = int | str | Submesh
+Option = int | Submesh
 
 
 class Decision(NamedTuple):
@@ -66,7 +66,6 @@ class Structures:
             assert isinstance(option, int)
             return Choice(option)
         if len(choice.open) < 3:
-            assert not isinstance(option, str)
             return choice._replace(open=(*choice.open, option))
         end, submesh, mesh = choice.open
         stage = StageChoice(choice.next_layer, end, submesh, mesh, option)  # pyrefly: ignore
@@ -92,7 +91,7 @@ class Structures:
 
     def even(self, microbatches: int, stages: int) -> Iterator[Choice]:
         """Structures of equal submeshes and as nearly as can be equal numbers of layers, with the same logical mesh
-        number and rematerialisation in all stages; none where the devices cannot be cut so."""
+        number in all stages, which rematerialise nothing or everything; none where the devices cannot be cut so."""
         of, layers, size = self._of, self._of.layers(microbatches), self._of.cluster.num_devices // stages
         places = [Submesh(n * size, (n + 1) * size) for n in range(stages)]
         bounds = [round(n * layers / stages) for n in range(stages + 1)] if of.ends is None else [0, *of.ends]
@@ -103,13 +102,10 @@ class Structures:
             return
         fewest = min(len(of.meshes(microbatches, *ends, at)) for ends, at in zip(ranges, places, strict=True))
         remats = [of.remats(microbatches, *ends) for ends in ranges]
-        for mesh, remat in product(range(fewest), ("none", "layer")):
-            if any(remat in allowed for allowed in remats):
-                chosen = (
-                    StageChoice(*ends, at, mesh, remat if remat in allowed else allowed[0])
-                    for ends, at, allowed in zip(ranges, places, remats, strict=True)
-                )
-                yield Choice(microbatches, tuple(chosen))
+        nothing, everything = ([allowed[end] for allowed in remats] for end in (0, -1))
+        for mesh, remat in product(range(fewest), [nothing] if everything == nothing else [nothing, everything]):
+            chosen = (StageChoice(*ends, at, mesh, n) for ends, at, n in zip(ranges, places, remat, strict=True))
+            yield Choice(microbatches, tuple(chosen))
 
     @cached_property
     def _starting(self) -> dict[int, list[Submesh]]:
@@ -160,7 +156,7 @@ class Structures:
             return 1
         if (key := (count, layer, device, stages)) not in self._known_completions:
             # Only where a stage begins matters to the decisions after it.
-            before = Choice(count, (StageChoice(0, layer, Submesh(0, device), 0, "none"),) * stages)
+            before = Choice(count, (StageChoice(0, layer, Submesh(0, device), 0, 0),) * stages)
             self._known_completions[key] = sum(
                 self._meshes(before, end, submesh)
                 * len(self._of.remats(count, layer, end))

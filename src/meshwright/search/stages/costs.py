@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 
+from ...program.segments import ALL, count_of, first_of
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import Kinds, WantedMesh
 from ..inter.problem import Crossing, InterOpProblem, Option, PlacedStage, best_of, loose_ends
@@ -28,6 +29,9 @@ from .repeated_blocks import in_parts
 from .reserve import MemoryReserve
 from .solved import SolvedStage, better_of
 from .solver import RANGE_GAP, Place, StageSolver
+
+# Of how many steps from none to all of a range's segments one is taken at a time, to find how many are best.
+_STEPS = 16
 
 
 class StageCosts:
@@ -87,7 +91,7 @@ class StageCosts:
         self.estimates = StageEstimates(program, of_parts, remat, bounds, check, most_layers)
         self.check, self._left_seconds, self.left_open = check, left_seconds, inf
         self._reserve = MemoryReserve()
-        self._limits: dict[tuple[int, bool, str], float] = {}
+        self._limits: dict[tuple[int, bool, bool], float] = {}
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()
         self._solved: dict[tuple[int, int], dict[int, tuple[Option, ...]]] = {}
@@ -202,25 +206,23 @@ class StageCosts:
             self._layer_numbers[first, last] = numbers
         return self._layer_numbers[first, last]
 
-    def limit_bytes(self, submesh: Submesh, last: bool, remat: str = "layer") -> float:
+    def limit_bytes(self, submesh: Submesh, last: bool, again: bool = True) -> float:
         """Bytes that may be counted on a device of a submesh, by whether the stage on it has the last layer, and
-        rematerialises."""
-        key = self.solver.kind_of[submesh], last, remat
+        computes anything again."""
+        key = self.solver.kind_of[submesh], last, again
         if key not in self._limits:
             usable = self.solver.kind_of.devices[key[0]].usable_memory_bytes
-            self._limits[key] = self._reserve.limit(usable, last=last, remat=remat)
+            self._limits[key] = self._reserve.limit(usable, last=last, again=again)
         return self._limits[key]
 
     def limit_of(self, option: Option, last: int, submesh: Submesh) -> float:
         """Bytes that may be counted on a device with a solved range that ends before the layer `last`."""
-        remat = "layer" if option.tag.segments else "none"
-        return self.limit_bytes(submesh, last == len(self.program.layers), remat)
+        return self.limit_bytes(submesh, last == len(self.program.layers), bool(option.tag.segments))
 
-    def _limit_of(self, first: int, last: int, submesh: Submesh, remat: str) -> float:
+    def _limit_of(self, first: int, last: int, submesh: Submesh, again: bool) -> float:
         """Of a range of layers: one that has nothing to rematerialise keeps everything, whatever is asked of it."""
-        if not self.solver.segments(first, last):
-            remat = "none"
-        return self.limit_bytes(submesh, last == len(self.program.layers), remat)
+        again = again and bool(self.solver.segments(first, last))
+        return self.limit_bytes(submesh, last == len(self.program.layers), again)
 
     def forget_estimates(self) -> None:
         """Estimate every range again, whatever it takes."""
@@ -283,24 +285,25 @@ class StageCosts:
         return self._ways.get((self.solver.number(first, last), self.solver.kind_of[submesh], in_flight), ())
 
     def _solved_ways(
-        self, first: int, last: int, kind: int, in_flight: int, limit: Callable[[str], float], *, shared: bool = False
+        self, first: int, last: int, kind: int, in_flight: int, limit: Callable[[bool], float], *, shared: bool = False
     ) -> list[Option]:
         """The fastest way to run a range on each logical mesh that may have the fastest of all, in so many bytes of a
         device by rematerialisation. It is solved to the end on those alone that are not bound to be slower; the
         others are left out."""
-        tried: list[tuple[float, Place, str]] = []
+        tried: list[tuple[float, Place, int]] = []
         found: list[Option] = []
         best = inf
         # Whatever memory there is: estimates of what fits bound nothing for certain.
         least_seconds = self.program.microbatches * float(self.estimates.least(kind)[0][first, last])
-        for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight, all_ways=shared):
+        for weight, number, again in self.estimates.ranked(first, last, kind, in_flight, all_ways=shared):
             if weight >= best:
                 break
             if found and self._left_seconds() < 0:
                 self.left_open = min(self.left_open, least_seconds)
                 break
             place = Place(first, last, kind, number)
-            if (stage := self.solver.within(place, remat, in_flight, limit(remat), loosely=True)) is not None:
+            if (one := self._loosely(place, again, in_flight, limit(again > 0))) is not None:
+                stage, remat = one
                 found.append(option_of(stage))
                 seconds = self.estimates.step_seconds(found[-1])
                 tried.append((stage.certain_share * seconds, place, remat))
@@ -313,7 +316,7 @@ class StageCosts:
             late = self._left_seconds() < 0
             if option.tag.certain_share < 1 - self.solver.gap and least < enough and not late:
                 # A way that is bound to be slower than another one need be bounded no closer.
-                stage = self.solver.within(place, remat, in_flight, limit(remat), enough_seconds=enough)
+                stage = self.solver.within(place, remat, in_flight, limit(remat > 0), enough_seconds=enough)
                 if stage is not None:
                     option = option_of(better_of(stage, option.tag))
                 seconds = self.estimates.step_seconds(option)
@@ -322,6 +325,41 @@ class StageCosts:
                 continue  # what is uncertain is offered to no plan
             solved.append(option)
         return solved
+
+    def _segments_of(self, place: Place, again: float) -> int:
+        """How many segments of a range are this share of them."""
+        if again in (0.0, 1.0):
+            return ALL if again else 0
+        count = self.solver.segment_count(place.first, place.last)
+        return min(max(ceil(again * count), 1), max(count - 1, 1))
+
+    def _loosely(self, place: Place, again: float, in_flight: int, limit: float) -> tuple[SolvedStage, int] | None:
+        """The best solution in so many bytes of a device that forests find, and how many segments it computes again:
+        none, all, or about that share of them, from where more or fewer are looked for as long as that is faster."""
+
+        def within(remat: int) -> SolvedStage | None:
+            return self.solver.within(place, remat, in_flight, limit, loosely=True)
+
+        remat = self._segments_of(place, again)
+        best, seconds = within(remat), inf
+        if again in (0.0, 1.0):
+            return (best, remat) if best is not None else None
+        if best is not None:
+            seconds = self.estimates.step_seconds(option_of(best))
+        count = self.solver.segment_count(place.first, place.last)
+        step = max(count // _STEPS, 1)
+        for by in (step, -step):
+            while 0 < remat + by < count:
+                other = within(remat + by)
+                if other is None and (by < 0 or best is not None):
+                    break
+                if other is not None:
+                    weight = self.estimates.step_seconds(option_of(other))
+                    if weight >= seconds:
+                        break
+                    best, seconds = other, weight
+                remat += by
+        return (best, remat) if best is not None else None
 
     def unsolved(self, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> list[tuple[PlacedStage, int]]:
         """Of these stages those that are not solved, with the microbatches that are in flight at their places."""
@@ -347,7 +385,7 @@ class StageCosts:
         kind = self.solver.kind_of[submesh]
         key = self.solver.number(first, last), kind, in_flight, limit_bytes
         if key not in self._within:
-            found = self._solved_ways(first, last, kind, in_flight, lambda remat: limit_bytes, shared=True)
+            found = self._solved_ways(first, last, kind, in_flight, lambda again: limit_bytes, shared=True)
             best = min(found, key=self.estimates.step_seconds, default=None)
             self._within[key] = best
         return self._within[key]
@@ -362,10 +400,11 @@ class StageCosts:
         if key not in self._around:
             found: list[Option] = []
             best = inf
-            for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight, all_ways=True):
+            for weight, number, again in self.estimates.ranked(first, last, kind, in_flight, all_ways=True):
                 if weight >= best:
                     break
                 place = Place(first, last, kind, number)
+                remat = self._segments_of(place, again)
                 for stage in self.solver.around(place, remat, in_flight, limit_bytes, stages):
                     found.append(option_of(stage))
                     if stages * stage.own_bytes(in_flight) + stage.seconds.workspace_bytes <= limit_bytes:
@@ -388,7 +427,7 @@ class StageCosts:
         if stage.certain_share >= 1 - self.solver.gap or self._left_seconds() < 0:
             return option
         place = Place(first, last, kind, self.solver.meshes[kind].index(stage.mesh))
-        found = self.solver.within(place, "layer" if stage.segments else "none", in_flight, stage.held_bytes(in_flight))
+        found = self.solver.within(place, count_of(stage.segments), in_flight, stage.held_bytes(in_flight))
         if found is None:
             return option
         least = min(found.chosen.solution.lower_bound / stage.chosen.solution.objective, 1.0)
@@ -409,7 +448,7 @@ def adopted(option: Option, solver: StageSolver, first: int, last: int) -> Optio
     if cut.fingerprint != solved.cut.fingerprint:
         return None
     if solved not in solver.adopted:  # of equal ranges one is enough, wherever they are
-        segments = solver.segments_of(cut, first, last) if solved.segments else {}
+        segments = first_of(solver.segments_of(cut, first, last), count_of(solved.segments))
         solver.adopted[solved] = replace(solved, cut=cut, segments=segments)
     return option._replace(tag=solver.adopted[solved])
 

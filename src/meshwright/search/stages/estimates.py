@@ -6,16 +6,14 @@ estimate is nearly always too low, by a few percent where parts are alike. Equal
 
 Memory: where the fastest layouts of all parts fit together, that is the estimate. Where they do not, each part is
 solved again with a price on memory, the same for all, and the estimate lies between the last price at which they do not
-fit and the first at which they do: what one multiplier for the whole range would find (Everett, 1963). Meshes whose
+fit and the first at which they do: what one multiplier for the whole range would find (Everett, 1963). As few
+segments are computed again as fit, at the price at which that takes the fewest seconds. Meshes whose
 fastest layouts, whatever their memory, are slower than what fits on another are left, and so are those on which no
 range can be a part of a plan that is fast enough (`focus`).
 
 All ranges of layers that may be of interest are looked at together, for all numbers of microbatches in flight: sums
 over ranges are differences of running sums, so a table of them is a few operations on small arrays once the parts are
 solved. Tables are held of the ranges that fit alone, a tenth of all pairs of layers where a plan is known.
-
-What several parts of a range have, a parameter that they read or a value that one makes and another one keeps, counts
-once (`shared_inputs`).
 
 Known limits: between equal parts that would rather leave their sums partial an estimate is too high, since every part
 alone has to finish them; what a range rematerialises in one segment, its parts rematerialise in several and keep more;
@@ -27,43 +25,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from math import ceil, inf, log
 
 import numpy as np
 
+from ...program.segments import ALL
 from ...program.staged import StagedProgram
 from ..inter.problem import Option, best_of
-from .part_rows import AT_LEAST, PartRow, PartRows
-from .range_table import BACKWARD, CONSTANT, FORWARD, KEPT, ONCE, PARTS_ALONE, WORKSPACE, Ranges, RangeTable, option_of
+from .range_table import (
+    AGAIN,
+    BACKWARD,
+    CONSTANT,
+    FIELDS,
+    FORWARD,
+    KEPT,
+    ONCE,
+    PARTS_ALONE,
+    WORKSPACE,
+    Ranges,
+    RangeTable,
+    mixed,
+    option_of,
+)
 from .reserve import MemoryReserve
-from .shared_inputs import SharedInputs
 from .shared_memory import PricedStages, between, least_seconds
-from .solver import Place, StageSolver
-
-# Prices of memory, in units of the whole program's seconds over the limit. Chosen, not measured.
-_PRICES: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+from .solver import StageSolver
+from .summed_parts import PRICES, SummedParts
 
 # Below this share of the memory limit rematerialisation is not tried. Chosen, not measured.
 _EASY = 0.5
 
+# Of a whole program some segments are tried where all of them would need no more than this share of the memory. Chosen,
+# not measured.
+_NEAR = 1.25
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Column:
-    """All parts on one logical mesh at one price of memory; one entry more than there are parts.
-
-    Args:
-      sums: `[parts + 1, 9]`, running sums of `PartRow.sums`.
-      each: `[3, parts + 1]`: what each part spends on the one collective that a range shares, seconds; and what it
-        takes while its backward pass runs, and the cotangents of what it receives, bytes.
-      twice: what these sums count more than once (`SharedInputs.running_sums`).
-      unwritten: running sums of what only the last part of a range writes (`SharedInputs.unwritten`).
-    """
-
-    sums: np.ndarray
-    each: np.ndarray
-    twice: np.ndarray
-    unwritten: np.ndarray
+# In place of how many segments are rematerialised: as few as fit. The fewest bytes are those of all of them.
+_MIXED = -ALL
 
 
 class StageEstimates:
@@ -85,25 +82,23 @@ class StageEstimates:
     ) -> None:  # fmt: skip
         self.program = program
         self.solver = solver
-        self.parts, self._check = PartRows(solver, check), check
+        self._check = check
         self._same = 1 + solver.gap  # ways whose seconds differ by less are the same: ranges are solved no closer
-        self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
+        self._wishes = [count for name, count in (("none", 0), ("layer", ALL)) if remat in (None, name)]
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         # Of each layer the number of its first part, and the number of all parts.
         self._starts = np.array([*(starts[start] for start, _ in program.layers), len(solver.program.layers)])
         self._most_layers = len(program.layers) if most_layers is None else most_layers
         same = coarser is not None and np.array_equal(coarser._starts, self._starts)
         self._coarser = coarser if same else None
-        self._reserve, self._prices = MemoryReserve(), _PRICES
+        self._sums = SummedParts(solver, self._starts, program.microbatches, check)
+        self._reserve, self._prices = MemoryReserve(), PRICES
         self._most: Mapping[int, np.ndarray] = {}
-        self._shared_inputs: dict[tuple[str, bool], SharedInputs] = {}
-        self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
         self._free: dict[int, list[tuple[float, int, np.ndarray]]] = {}
-        self._weights: dict[tuple[int, int], float] = {}
         self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._tables: dict[tuple[int, tuple[int, ...], float], RangeTable] = {}
         self._places: dict[tuple[int, int, float], tuple[RangeTable, int]] = {}
-        self._layer_sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
+        self._layer_sums: dict[tuple[int, int, int, int, float], np.ndarray] = {}
 
     def reserve(self, reserve: MemoryReserve) -> None:
         """From now on so many bytes of a device may not be counted; prices stay what they are."""
@@ -166,7 +161,7 @@ class StageEstimates:
             found, layers = [], len(self._starts)
             ranges = np.array(np.triu_indices(layers, 1))
             for number in range(len(self.solver.meshes[kind])):
-                sums = self._sum(kind, number, self._wishes[0], 0, 1, ranges)
+                sums = self._sums(kind, number, self._wishes[0], 0, 1, ranges)
                 seconds, once = sums[FORWARD] + sums[BACKWARD], sums[ONCE]
                 finite = np.isfinite(seconds)
                 if finite.any():
@@ -222,20 +217,20 @@ class StageEstimates:
         limits = np.array([inner] * (ranks - 1) + [min(inner, final)])
         workspace = np.full(stages, inf)
 
-        def priced(number: int, remat: str, most: int) -> PricedStages:
-            unit = self._free_weight(kind, number) / self._usable(kind)
+        def priced(number: int, remat: int, most: int) -> PricedStages:
+            unit = self._sums.free_weight(kind, number) / self._usable(kind)
             seconds, held = [], []
             for price in range(most + 1):
                 key = kind, number, remat, price, about if price else 1.0
                 if key not in self._layer_sums:
-                    self._layer_sums[key] = self._sum(*key, ranges, (about,))
+                    self._layer_sums[key] = self._sums(*key, ranges, (about,))
                 sums = self._layer_sums[key]
                 forward, backward, _, once, constant, kept = between(sums[:WORKSPACE, :layers], cuts)
                 seconds.append(steps * (forward + backward) + once)
                 held.append(constant + share * in_flight * kept)
                 largest = np.where(within, share * sums[WORKSPACE, layers:], 0.0).max(axis=1)
                 np.minimum(workspace, largest, out=workspace)
-            prices = unit * np.array([0.0, *_PRICES[:most]])
+            prices = unit * np.array([0.0, *PRICES[:most]])
             return PricedStages(prices=prices, seconds=np.array(seconds), held=np.array(held))
 
         easy = [priced(number, self._wishes[0], 0) for number in meshes]
@@ -243,7 +238,7 @@ class StageEstimates:
         held = np.array([one.held[0] for one in easy])[best, np.arange(stages)]
         if (of_ranks(held) <= limits - workspace.reshape(-1, ranks).max(axis=0)).all():
             return free
-        ways = [priced(number, remat, len(_PRICES)) for number in meshes for remat in self._wishes]
+        ways = [priced(number, remat, len(PRICES)) for number in meshes for remat in self._wishes]
         limits -= workspace.reshape(-1, ranks).max(axis=0)
         found = np.maximum(share / steps * least_seconds(ways, limits), free)
         return found if found.max() <= most_seconds else np.full(ranks, inf)
@@ -252,13 +247,14 @@ class StageEstimates:
         """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
         the program's: as if these took and kept that share of what its own do."""
         table, at = self._place(kind, in_flight, share)
-        return best_of([option_of(way, number) for number, _, way in table.ways_of(first, last, at)])
+        return best_of([option_of(way, number) for number, way in table.ways_of(first, last, at)])
 
     def ranked(
         self, first: int, last: int, kind: int, in_flight: int, *, all_ways: bool = False
-    ) -> list[tuple[float, int, str]]:
-        """Logical meshes, each with and without rematerialisation as far as that can matter, with the least seconds
-        that such a stage can be expected to take in a step; the least first.
+    ) -> list[tuple[float, int, float]]:
+        """The least seconds that a stage can be expected to take in a step, the number of its logical mesh, and the
+        share of its segments that it computes again (0, 1, or what memory asks for) as far as that can matter; the
+        least first.
 
         Args:
           first: of its layers.
@@ -270,14 +266,14 @@ class StageEstimates:
         """
         table, at = self._place(kind, in_flight, 1.0)
         found = [
-            (self.step_seconds(option_of(way, number)), number, remat)
-            for number, remat, way in table.ways_of(first, last, at)
+            (self.step_seconds(option_of(way, number)), number, way[AGAIN])
+            for number, way in table.ways_of(first, last, at)
         ]
-        left = table.left_of(first, last)
+        left, extremes = table.left_of(first, last), [float(remat > 0) for remat in self._wishes]
         if all_ways:  # nothing is faster for being computed twice
-            told = {(number, remat) for _, number, remat in found}
-            found += [(weight, n, remat) for weight, n, _ in found for remat in self._wishes if (n, remat) not in told]
-        return sorted([*found, *((weight, number, remat) for weight, number in left for remat in self._wishes)])
+            told = {(number, again) for _, number, again in found}
+            found += [(weight, n, again) for weight, n, _ in found for again in extremes if (n, again) not in told]
+        return sorted([*found, *((weight, number, again) for weight, number in left for again in extremes)])
 
     def step_seconds(self, option: Option, share: float = 1.0) -> float:
         """Seconds a step of a stage that sets the period: what its problem minimises."""
@@ -286,10 +282,12 @@ class StageEstimates:
     def _usable(self, kind: int) -> float:
         return self.solver.kind_of.devices[kind].usable_memory_bytes
 
-    def _limits(self, kind: int, remat: str) -> np.ndarray:
+    def _limits(self, kind: int, remat: int) -> np.ndarray:
         """Bytes that may be counted on a device of a kind of submesh, by the layer that ends a range."""
         ends = range(len(self._starts))
-        return np.array([self._reserve.limit(self._usable(kind), last=end == ends[-1], remat=remat) for end in ends])
+        return np.array(
+            [self._reserve.limit(self._usable(kind), last=end == ends[-1], again=remat != 0) for end in ends]
+        )
 
     def _place(self, kind: int, in_flight: int, share: float) -> tuple[RangeTable, int]:
         """A table that has so many in flight, and where."""
@@ -322,6 +320,7 @@ class StageEstimates:
         open_ranges = np.any([low <= most for _, low, _ in bounds], axis=0) if bounds else np.zeros(len(most), bool)
         ranges, most = ranges[:, open_ranges], most[open_ranges]
         best = np.full((2, len(in_flight), len(most)), np.inf)
+        wishes = [*self._wishes, _MIXED] if len(self._wishes) > 1 and self._prices else self._wishes
         ways, fields, left = [], [], []
         for number, every_low, every_once in bounds:
             low = every_low[open_ranges]
@@ -329,15 +328,15 @@ class StageEstimates:
             better = (best[0] <= self._same * low) & (best[1] <= self._same * weight)
             open_ = (low <= most) & ~better
             looked_at = False
-            for remat in self._wishes:
+            for remat in wishes:
                 limits = self._limits(kind, remat)[ranges[1]]
-                constant, kept, workspace = self._least(kind, number, remat, ranges)
+                constant, kept, workspace = self._least(kind, number, abs(remat), ranges)
                 wanted = open_ & (constant + share * (times * kept + workspace) <= limits)
                 if not wanted.any():
                     continue
                 found = self._priced(kind, number, remat, in_flight, share, ranges, wanted, limits, most)
                 looked_at = True
-                ways.append((number, remat))
+                ways.append(number)
                 fields.append(found)
                 seconds = found[FORWARD] + found[BACKWARD]
                 held = found[CONSTANT] + times * found[KEPT]
@@ -349,7 +348,7 @@ class StageEstimates:
                 left.append((number, np.where(low <= most, weight, np.inf)))
         fit = np.isfinite(best[0]).any(axis=0)
         order = np.argsort(~fit, kind="stable")
-        none = np.zeros((0, WORKSPACE, len(in_flight), fit.sum()))
+        none = np.zeros((0, FIELDS, len(in_flight), fit.sum()))
         return RangeTable(
             ways=tuple(ways), ranges=ranges[:, order], layers=len(self._starts),
             fields=np.array([one[:, :, fit] for one in fields]) if fields else none,
@@ -357,12 +356,12 @@ class StageEstimates:
         )  # fmt: skip
 
     def _priced(
-        self, kind: int, number: int, remat: str, in_flight: tuple[int, ...], share: float, ranges: Ranges,
+        self, kind: int, number: int, remat: int, in_flight: tuple[int, ...], share: float, ranges: Ranges,
         wanted: np.ndarray, limits: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         """Ranges on one logical mesh at the least price of memory at which they fit: `[field, in flight, range]`,
         infinite for those that are not wanted or never fit."""
-        fits = np.full((WORKSPACE, *wanted.shape), np.inf)
+        fits = np.full((FIELDS, *wanted.shape), np.inf)
         # Neighbouring numbers in flight give neighbouring layouts; bytes are counted for the one that is asked for.
         about = np.array([4.0 ** ceil(log(count * share, 4) - 1e-9) for count in in_flight])
         levels = sorted(set(about.tolist()))
@@ -372,22 +371,23 @@ class StageEstimates:
             if len(columns):
                 times = np.array(in_flight, dtype=float)[rows, None]
                 here = rows[:, None], columns
-                fits[:, *here] = self._least_price(
+                priced = self._mixed if remat == _MIXED else self._least_price
+                fits[:, *here] = priced(
                     kind, number, remat, level, levels, times, share, ranges[:, columns], wanted[here],
                     limits[columns], most[columns],
                 )  # fmt: skip
         return fits
 
     def _least_price(
-        self, kind: int, number: int, remat: str, about: float, others: Sequence[float], times: np.ndarray,
+        self, kind: int, number: int, remat: int, about: float, others: Sequence[float], times: np.ndarray,
         share: float, ranges: Ranges, wanted: np.ndarray, limits: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
-        found = np.full((WORKSPACE, *wanted.shape), np.inf)
+        found = np.full((FIELDS, *wanted.shape), np.inf)
         before: np.ndarray | None = None
         over: np.ndarray | None = None
         for price in range(len(self._prices) + 1):
-            sums = self._sum(kind, number, remat, price, about if price else 1.0, ranges, others)
-            now = self._of_share(sums, share)
+            sums = self._sums(kind, number, remat, price, about if price else 1.0, ranges, others)
+            now = self._of_share(sums, share, remat)
             held = now[CONSTANT] + times * now[KEPT]
             here = np.broadcast_to(now[:, None], found.shape)
             wanted = wanted & np.isfinite(now[FORWARD])
@@ -411,90 +411,45 @@ class StageEstimates:
             found[CONSTANT] -= np.where(wanted, np.maximum(over - limits, 0.0), 0.0)
         return found
 
-    def _of_share(self, sums: np.ndarray, share: float) -> np.ndarray:
+    def _mixed(
+        self, kind: int, number: int, _: int, about: float, others: Sequence[float], times: np.ndarray,
+        share: float, ranges: Ranges, wanted: np.ndarray, limits: np.ndarray, most: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """As `_least_price`, where some segments are computed again and others not, at the price at which that takes
+        the fewest seconds."""
+        found = np.full((FIELDS, *wanted.shape), np.inf)
+        first, last = ranges
+        segments = self._sums.segments[last] - self._sums.segments[first]
+        for price in range(len(self._prices) + 1):
+            level = about if price else 1.0
+            plain, again = (
+                self._of_share(self._sums(kind, number, remat, price, level, ranges, others), share, remat)
+                for remat in (0, ALL)
+            )
+            now = mixed(plain, again, limits, times, segments)
+            seconds = now[FORWARD] + now[BACKWARD]
+            take = wanted & (seconds < found[FORWARD] + found[BACKWARD]) & (seconds <= most)
+            found[:, take] = now[:, take]
+            if self.solver.alone and self._prices and price == len(self._prices):
+                # A few segments may need less beside what is kept than all of them do, or than their parts.
+                half = np.repeat((plain + again)[:, None] / 2, len(times), axis=1)
+                near = wanted & np.isinf(found[FORWARD]) & (again[CONSTANT] + times * again[KEPT] <= _NEAR * limits)
+                half[CONSTANT] = np.minimum(half[CONSTANT], limits - times * half[KEPT])
+                found[:, near] = half[:, near]
+        return found
+
+    def _of_share(self, sums: np.ndarray, share: float, remat: int) -> np.ndarray:
         """The fields of microbatches of this share, workspace among what is there throughout."""
         forward, backward, weight, once, constant, kept, workspace = sums
         fixed = constant + share * workspace
-        return np.array([share * forward, share * backward, share * weight, once, fixed, share * kept])
+        again = np.full(len(kept), float(remat > 0))
+        return np.array([share * forward, share * backward, share * weight, once, fixed, share * kept, again])
 
-    def _least(self, kind: int, number: int, remat: str, ranges: Ranges) -> np.ndarray:
+    def _least(self, kind: int, number: int, remat: int, ranges: Ranges) -> np.ndarray:
         """Bytes on a device that no layout of a range is below: throughout, for each microbatch in flight, and while
         computed again: `[3, range]`. From fewer microbatches, if any: what one keeps shrinks with it at most."""
         if self._coarser is not None:
             share = self._coarser.program.microbatches / self.program.microbatches
             constant, kept, workspace = self._coarser._least(kind, number, remat, ranges)
             return np.array([constant, share * kept, share * workspace])
-        return self._sum(kind, number, remat, AT_LEAST, 1, ranges)[CONSTANT:]
-
-    def _sum(
-        self, kind: int, number: int, remat: str, price: int, in_flight: float, ranges: Ranges,
-        others: Sequence[float] = (),
-    ) -> np.ndarray:  # fmt: skip
-        """The parts of ranges, each by itself at one price of memory: `[field, range]`, with seconds that are infinite
-        where there is no layout; `others` as of `PartRows.priced`."""
-        column = self._column(kind, number, remat, price, in_flight, others)
-        forward, backward, weight, _, once, shared, constant, kept, missing = self._differences(column.sums, ranges)
-        twice, once_twice, constant_twice, kept_twice = self._inputs(remat, price).twice(column.twice, ranges)
-        # Inside the range nothing is received, and gradients are summed by one collective. What is written only for the
-        # next part is not written forward, nor backward for its derivative and where it is computed again.
-        unwritten = self._differences(column.unwritten, ranges, less_last=1)
-        forward = np.maximum(forward - self._differences(column.sums[:, 3], ranges, less_first=1) - unwritten, 0.0)
-        backward = np.maximum(backward - twice - (1 + (remat == "layer")) * unwritten, 0.0)
-        weight = np.minimum(np.maximum(weight - twice, 0.0), backward)
-        fixed, workspace = self._largest(column.each[:2], ranges)
-        once = np.maximum(once - once_twice - shared + fixed, 0.0)
-        workspace = workspace + column.each[2][self._starts[ranges[0]]]
-        forward = np.where(missing > 0, np.inf, forward)
-        constant, kept = constant - constant_twice, kept - kept_twice
-        return np.array([forward, backward, weight, once, constant, kept, workspace])
-
-    def _differences(self, sums: np.ndarray, ranges: Ranges, *, less_first: int = 0, less_last: int = 0) -> np.ndarray:
-        """Of running sums over parts those over ranges of layers, less so many parts at either end: `[..., range]`."""
-        first, last = self._starts[ranges]
-        return (sums[last - less_last] - sums[first + less_first]).T
-
-    def _largest(self, each: np.ndarray, ranges: Ranges) -> np.ndarray:
-        """Of numbers of the parts, with one more, the largest in each range of layers, `[..., range]`."""
-        ends = self._starts[ranges].T.ravel()
-        return np.maximum.reduceat(each, ends, axis=-1)[..., ::2]
-
-    def _column(
-        self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float] = ()
-    ) -> _Column:
-        key = kind, number, remat, price, in_flight
-        if key not in self._columns:
-            rows = self._rows(*key, others)
-            each = [*((row.sums[5], row.workspace, row.cotangents) for row in rows), (0.0,) * 3]
-            shared = self._inputs(remat, price)
-            self._columns[key] = _Column(
-                sums=np.cumsum([(0.0,) * len(rows[0].sums), *(row.sums for row in rows)], axis=0),
-                each=np.array(each).T.copy(),
-                twice=shared.running_sums([row.inputs for row in rows]),
-                unwritten=shared.unwritten([row.outputs for row in rows]),
-            )
-        return self._columns[key]
-
-    def _rows(
-        self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float]
-    ) -> list[PartRow]:
-        """All parts on one logical mesh at one price of memory."""
-        places = [Place(part, part + 1, kind, number) for part in range(int(self._starts[-1]))]
-        if price == AT_LEAST:
-            return [self.parts.at_least(place, remat) for place in places]
-        unit = self._free_weight(kind, number) / self._usable(kind) if price else 0.0
-        prices = [unit * one for one in _PRICES]
-        return [self.parts.priced(place, remat, prices, price, in_flight, others) for place in places]
-
-    def _inputs(self, remat: str, price: int) -> SharedInputs:
-        loosely = price == AT_LEAST
-        if (remat, loosely) not in self._shared_inputs:
-            starts = self._starts.tolist()
-            self._shared_inputs[remat, loosely] = SharedInputs(self.solver, starts, remat, loosely=loosely)
-        return self._shared_inputs[remat, loosely]
-
-    def _free_weight(self, kind: int, number: int) -> float:
-        """Seconds a step of all parts on one logical mesh: with the limit, the scale of prices."""
-        if (kind, number) not in self._weights:
-            total = np.sum([row.sums for row in self._rows(kind, number, "none", 0, 1, ())], axis=0)
-            self._weights[kind, number] = float(self.program.microbatches * (total[0] + total[1]) + total[4])
-        return self._weights[kind, number]
+        return self._sums.least_bytes(kind, number, remat, ranges)

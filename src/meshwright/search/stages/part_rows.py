@@ -67,12 +67,12 @@ class PartRows:
         self._solver, self._check = solver, check
         self._rows: dict[tuple[Any, ...], PartRow] = {}
 
-    def at_least(self, place: Place, remat: str) -> PartRow:
+    def at_least(self, place: Place, remat: int) -> PartRow:
         """Lower bounds on the bytes of a part over all layouts; its seconds are zero.
 
         Args:
           place: of the part.
-          remat: "none" or "layer".
+          remat: how many of its segments are rematerialised.
 
         Raises:
           OutOfTime: if it is late.
@@ -81,10 +81,10 @@ class PartRows:
         key = *self._key(place, remat), AT_LEAST, 1.0
         if key not in self._rows:
             self._check()
-            problem = solver.problem(place, "none")[0]
+            problem = solver.problem(place, 0)[0]
             least, inputs = problem.least_bytes, problem.least_input_bytes
             kept, workspace = least.kept, least.workspace
-            if remat == "layer" and solver.segments(place.first, place.last):
+            if remat and solver.segments(place.first, place.last):
                 # At best all of it is split over all devices: no problem need be built to know that.
                 devices = solver.meshes[place.kind][place.mesh].num_devices
                 kept = inputs[:, 1].sum() + solver.kept_bytes(place.first, place.last) / devices
@@ -97,14 +97,14 @@ class PartRows:
         return self._rows[key]
 
     def priced(
-        self, place: Place, remat: str, prices: Sequence[float], number: int, in_flight: float,
+        self, place: Place, remat: int, prices: Sequence[float], number: int, in_flight: float,
         others: Sequence[float] = (),
     ) -> PartRow:  # fmt: skip
         """The row of a part at one price of memory.
 
         Args:
           place: of the part.
-          remat: "none" or "layer".
+          remat: how many of its segments are rematerialised.
           prices: in seconds a byte, all of them: they are found out together.
           number: 0 for no price, else from 1 which one.
           in_flight: microbatches.
@@ -118,7 +118,7 @@ class PartRows:
             self._check()
             solver = self._solver
             # It may have nothing to compute again.
-            wish = remat if remat == "none" or solver.segments(place.first, place.last) else "none"
+            wish = remat if not remat or solver.segments(place.first, place.last) else 0
             asked: dict[tuple[int, float], tuple[float, float]] = {(0, in_flight): (0.0, 1)}
             if number:
                 unknown = [one for one in {in_flight, *others} if (*about, number, one) not in self._rows]
@@ -134,7 +134,7 @@ class PartRows:
                 self._rows[*about, *key] = part_row(built[0].as_part(one.choices), one.share)
         return self._rows[*about, number, in_flight]
 
-    def _key(self, place: Place, remat: str) -> tuple[Any, ...]:
+    def _key(self, place: Place, remat: int) -> tuple[Any, ...]:
         return self._solver.number(place.first, place.last), place.kind, place.mesh, remat
 
 

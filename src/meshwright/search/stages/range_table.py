@@ -15,8 +15,10 @@ from ..inter.problem import Option
 # least. Chosen; the most that is known is 0.7 % of a step (docs/stages.md, *The gap*).
 PARTS_ALONE = 0.97
 
-# What is summed up for a range, in this order. In a table the last is part of what is there throughout.
+# What is summed up for a range, in this order. In a table workspace is part of what is there throughout, and in its
+# place is the share of its segments that a range computes again.
 FORWARD, BACKWARD, WEIGHT, ONCE, CONSTANT, KEPT, WORKSPACE = range(7)
+AGAIN, FIELDS = WORKSPACE, 7
 
 # Ranges of layers, `[2, range]`: the first layer of each, and one past the last.
 Ranges = np.ndarray
@@ -27,7 +29,7 @@ class RangeTable:
     """Ways to run ranges of layers on submeshes of one kind.
 
     Args:
-      ways: number of the logical mesh, and rematerialisation.
+      ways: number of the logical mesh, one for each way.
       ranges: that are of interest; those for which there is a way first.
       fields: `[way, field, in flight, range]`, of those alone; seconds infinite where a way is none.
       left: further logical meshes with what they take at least, by range: another one is better on every range of
@@ -35,7 +37,7 @@ class RangeTable:
       layers: of the program, and one more.
     """
 
-    ways: tuple[tuple[int, str], ...]
+    ways: tuple[int, ...]
     ranges: Ranges
     fields: np.ndarray
     left: tuple[tuple[int, np.ndarray], ...]
@@ -64,13 +66,13 @@ class RangeTable:
         found[*self.ranges] = np.arange(self.ranges.shape[1])
         return found
 
-    def ways_of(self, first: int, last: int, in_flight: int) -> list[tuple[int, str, list[float]]]:
-        """The ways of a range with their fields, at a place among the numbers in flight."""
+    def ways_of(self, first: int, last: int, in_flight: int) -> list[tuple[int, list[float]]]:
+        """The ways of a range, logical mesh and fields, at a place among the numbers in flight."""
         place = int(self._places[first, last])
         if not 0 <= place < self.fields.shape[3]:
             return []
         fields = self.fields[:, :, in_flight, place].tolist()
-        return [(*way, one) for way, one in zip(self.ways, fields, strict=True) if one[FORWARD] < inf]
+        return [(way, one) for way, one in zip(self.ways, fields, strict=True) if one[FORWARD] < inf]
 
     def left_of(self, first: int, last: int) -> list[tuple[float, int]]:
         """What a range takes at least on the meshes that are left."""
@@ -79,9 +81,32 @@ class RangeTable:
 
 
 def option_of(fields: Sequence[float], number: int) -> Option:
-    """The option that a range's fields up to the bytes kept are, on the logical mesh of this number."""
-    forward, backward, weight, once, constant, kept = fields
+    """The option that a range's fields are, on the logical mesh of this number."""
+    forward, backward, weight, once, constant, kept, _ = fields
     return Option(
         forward_seconds=forward, backward_seconds=backward, weight_seconds=weight, per_step_seconds=once,
         constant_bytes=constant, in_flight_bytes=kept, tag=number,
     )  # fmt: skip
+
+
+def mixed(
+    plain: np.ndarray, again: np.ndarray, limits: np.ndarray, times: np.ndarray, segments: np.ndarray
+) -> np.ndarray:
+    """Ways to run ranges that compute as few of their segments again as fit memory: fields as in a table, seconds
+    infinite where some segments are too few, none are enough, or even all are too few.
+
+    Args:
+      plain: fields where nothing is computed again, `[field, range]`.
+      again: where all segments are.
+      limits: bytes on a device, `[range]`.
+      times: microbatches in flight, `[in flight, 1]`.
+      segments: how many each range has, `[range]`.
+    """
+    held, least = (one[CONSTANT] + times * one[KEPT] for one in (plain, again))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.ceil((held - limits) / (held - least) * segments) / segments
+        possible = (share > 0) & (share < 1) & (least <= limits)
+        share = np.where(possible, share, 0.0)
+        found = (1 - share) * plain[:, None] + share * again[:, None]
+    found[:, ~possible] = np.inf
+    return found

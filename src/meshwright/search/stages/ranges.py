@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...program.cut import Cut, whole_cut
 from ...program.graph import Graph
 from ...program.residuals import kept_values
-from ...program.segments import Segments, layer_segments, rematerialise
+from ...program.segments import ALL, Segments, count_of, first_of, layer_segments, rematerialise
 from ...program.staged import StagedProgram
 from ..intra.problem import trips_of
 from ..intra.workspace import Workspace, workspace_of
@@ -25,7 +25,7 @@ class Ranges:
         self.program, self._alone, self._platform = program, alone, platform
         self._cuts: dict[tuple[int, int], Cut] = {}
         self._segments: dict[tuple[int, int], Segments] = {}
-        self._graphs: dict[tuple[int, int, str], tuple[Graph, Workspace]] = {}
+        self._graphs: dict[tuple[int, int, int], tuple[Graph, Workspace]] = {}
         self._kept: dict[tuple[int, int], float] = {}
 
     def cut(self, first: int, last: int) -> Cut:
@@ -39,23 +39,24 @@ class Ranges:
             self._cuts[first, last] = found
         return self._cuts[first, last]
 
-    def segments(self, first: int, last: int) -> Segments:
-        """What a range rematerialises."""
+    def segments(self, first: int, last: int, remat: int = ALL) -> Segments:
+        """What a range rematerialises, the first so many of its segments."""
         if (first, last) not in self._segments:
             self._segments[first, last] = self.segments_of(self.cut(first, last), first, last)
-        return self._segments[first, last]
+        every = self._segments[first, last]
+        return every if remat >= count_of(every) else first_of(every, remat)
 
     def segments_of(self, cut: Cut, first: int, last: int) -> Segments:
         """What a range rematerialises, by paths of a cut of its own. The only stage of a plan keeps one microbatch, a
         stage of several at least two."""
         return layer_segments(cut.graph) if self._alone else stage_segments(cut, self.program.layers[first:last])
 
-    def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
-        """A range with what it rematerialises marked, and its workspace."""
+    def graph(self, first: int, last: int, remat: int) -> tuple[Graph, Workspace]:
+        """A range with the first so many of its segments marked as rematerialised, and its workspace."""
         key = first, last, remat
         if key not in self._graphs:
             graph = self.cut(first, last).graph
-            graph = rematerialise(graph, self.segments(first, last)) if remat == "layer" else graph
+            graph = rematerialise(graph, self.segments(first, last, remat)) if remat else graph
             self._graphs[key] = (
                 graph,
                 workspace_of(
@@ -67,7 +68,7 @@ class Ranges:
     def kept_bytes(self, first: int, last: int) -> float:
         """What a rematerialised range keeps for each microbatch, all devices together."""
         if (first, last) not in self._kept:
-            graph, _ = self.graph(first, last, "layer")
+            graph, _ = self.graph(first, last, ALL)
             makers = {v: graph.operators[graph.producer[v][0]] for v in kept_values(graph)}
             self._kept[first, last] = sum(
                 graph.values[v].bytes * trips_of(operator, v) for v, operator in makers.items()

@@ -40,15 +40,15 @@ class MemoryReserve:
         """Whether some stage has more memory than with another reserve."""
         return self.inner < other.inner or self.final < other.final or self.plain < other.plain
 
-    def limit(self, usable_bytes: float, *, last: bool, remat: str = "layer") -> float:
+    def limit(self, usable_bytes: float, *, last: bool, again: bool = True) -> float:
         """Bytes that may be counted on a device.
 
         Args:
           usable_bytes: of the device.
           last: whether the stage on it has the last layer.
-          remat: "layer", or "none" for a stage that computes nothing again.
+          again: whether the stage computes anything again.
         """
-        inner = max(self.inner, self.plain) if remat == "none" else self.inner
+        inner = self.inner if again else max(self.inner, self.plain)
         return max(usable_bytes / self.margin - (self.final if last else inner), 1.0)
 
 

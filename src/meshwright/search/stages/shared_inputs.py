@@ -24,12 +24,12 @@ class SharedInputs:
     Args:
       solver: of the program whose layers are the parts.
       starts: of each layer its first part, and the number of parts.
-      remat: "none" or "layer": what parts keep.
+      remat: how many of its segments each part rematerialises.
       loosely: whether a value counts as kept wherever it is made or received. Sums are then lower bounds: where nobody
         keeps it, a range may keep something smaller that it is made from.
     """
 
-    def __init__(self, solver: StageSolver, starts: Sequence[int], remat: str, *, loosely: bool) -> None:
+    def __init__(self, solver: StageSolver, starts: Sequence[int], remat: int, *, loosely: bool) -> None:
         self._solver, self._layers = solver, len(starts)
         cuts = [solver.cut(part, part + 1) for part in range(starts[-1])]
         first_row = np.cumsum([0, *(len(cut.inputs) for cut in cuts)])
@@ -75,7 +75,7 @@ class SharedInputs:
         each = [float(seconds @ unwritten) for seconds, unwritten in zip(outputs, self._unwritten, strict=True)]
         return np.cumsum([0.0, *each])
 
-    def _pairs(self, cuts: Sequence[Cut], remat: str, *, loosely: bool) -> Iterator[tuple[int, int, int]]:
+    def _pairs(self, cuts: Sequence[Cut], remat: int, *, loosely: bool) -> Iterator[tuple[int, int, int]]:
         """Part, number of its input, and the owner."""
         owners: dict[Hashable, int] = {}
         for part, cut in enumerate(cuts):

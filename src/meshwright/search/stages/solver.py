@@ -10,8 +10,9 @@ from typing import Any
 
 from ...program.cut import Cut
 from ...program.graph import Graph
+from ...program.parameter_values import values_of_parameters
 from ...program.residuals import kept_in_one_program
-from ...program.segments import Segments
+from ...program.segments import ALL, Segments, count_of
 from ...program.staged import StagedProgram
 from ...solve import Infeasible, Unsolved
 from ..inter.logical_meshes import Kinds
@@ -19,7 +20,6 @@ from ..inter.submeshes import Submeshes
 from ..intra.priced import Priced
 from ..intra.problem import IntraOpSolution, ParameterInfo, trips_of
 from ..intra.workspace import AS_BAD, Workspace
-from ..prices.choices import values_of_parameters
 from ..restrictions.constraints import Constraints
 from .problem import StageProblem
 from .ranges import Ranges
@@ -88,9 +88,9 @@ class StageSolver:
         self._numbers: dict[Any, int] = {}
         self._identity: dict[tuple[int, int], int] = {}
         self._alike: dict[int, tuple[int, int]] = {}
-        self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut]] = {}
-        self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
-        self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
+        self._problems: dict[tuple[int, int, int, int], tuple[StageProblem, Segments, Cut]] = {}
+        self._free: dict[tuple[int, int, int, int], SolvedStage | None] = {}
+        self._same: dict[tuple[int, int, int, int, tuple[int, ...]], SolvedStage] = {}
         self.adopted: dict[SolvedStage, SolvedStage] = {}
         # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Constraints.strict`).
         self._lenient: set[tuple[int, int, int]] = set()
@@ -124,7 +124,7 @@ class StageSolver:
         """A lower bound on the bytes of a device where the program is one stage and computes nothing again, in this
         number of microbatches or a larger one: the state, the activations kept and the workspace, all split over all
         devices. Activations and workspace at best halve with the microbatch."""
-        graph, workspace = self.graph(0, len(self.program.layers), "none")
+        graph, workspace = self.graph(0, len(self.program.layers), 0)
         kept = kept_in_one_program(graph, self.platform)
         made = [v for v in kept - values_of_parameters(graph) if v in graph.producer]
         held = sum(graph.values[v].bytes * trips_of(graph.operators[graph.producer[v][0]], v) for v in made)
@@ -151,29 +151,33 @@ class StageSolver:
         """The first range met that is the same program: cached results are in its equations."""
         return self._alike.setdefault(self.number(first, last), (first, last))
 
-    def segments(self, first: int, last: int) -> Segments:
-        """What a range rematerialises, by the places of the first that is alike."""
-        return self._ranges.segments(*self._first_alike(first, last))
+    def segments(self, first: int, last: int, remat: int = ALL) -> Segments:
+        """What a range rematerialises, the first so many of its segments, by the places of the first that is alike."""
+        return self._ranges.segments(*self._first_alike(first, last), remat)
+
+    def segment_count(self, first: int, last: int) -> int:
+        """How many segments of a range can be rematerialised."""
+        return count_of(self.segments(first, last))
 
     def segments_of(self, cut: Cut, first: int, last: int) -> Segments:
         """As `Ranges.segments_of`."""
         return self._ranges.segments_of(cut, first, last)
 
-    def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
-        """A range with what it rematerialises marked, and its workspace."""
+    def graph(self, first: int, last: int, remat: int) -> tuple[Graph, Workspace]:
+        """As `Ranges.graph`."""
         return self._ranges.graph(*self._first_alike(first, last), remat)
 
     def kept_bytes(self, first: int, last: int) -> float:
         """What a rematerialised range keeps for each microbatch, all devices together."""
         return self._ranges.kept_bytes(*self._first_alike(first, last))
 
-    def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut]:
-        """The problem of a range, built once for all ranges that are the same program, with the cut it was built from.
-        A range without anything to rematerialise has the same problem for "layer" and "none"."""
+    def problem(self, place: Place, remat: int) -> tuple[StageProblem, Segments, Cut]:
+        """The problem of a range, built once for all ranges that are the same program, with what it rematerialises and
+        the cut it was built from."""
         key = self._key(place, remat)
         if key not in self._problems:
             cut = self.cut(*self._first_alike(place.first, place.last))
-            segments = self.segments(place.first, place.last) if remat == "layer" else {}
+            segments = self.segments(place.first, place.last, remat) if remat else {}
             graph, workspace = self.graph(place.first, place.last, remat)
             problem = StageProblem(
                 cut,
@@ -198,22 +202,23 @@ class StageSolver:
         if problems:
             self._problems.clear()
 
-    def _key(self, place: Place, remat: str) -> tuple[int, int, int, str]:
+    def _key(self, place: Place, remat: int) -> tuple[int, int, int, int]:
+        remat = ALL if 0 < remat < ALL and remat >= self.segment_count(place.first, place.last) else remat
         return self.number(place.first, place.last), place.kind, place.mesh, remat
 
     def relax(self, place: Place) -> bool:
         """Whether the ZeRO stage that a range cannot satisfy has a less strict form; from now on that is used."""
-        key = self._key(place, "none")[:3]
+        key = self._key(place, 0)[:3]
         if self._constraints.zero not in (1, 2) or not self._constraints.strict or key in self._lenient:
             return False
         self._lenient.add(key)
-        for one in ("none", "layer"):
-            self._problems.pop((*key, one), None)
-            self._free.pop((*key, one), None)
-        self._same = {known: stage for known, stage in self._same.items() if known[:3] != key}
+        for known in (self._problems, self._free):
+            for one in [one for one in known if one[:3] == key]:
+                del known[one]
+        self._same = {one: stage for one, stage in self._same.items() if one[:3] != key}
         return True
 
-    def free(self, place: Place, remat: str, *, loosely: bool = False) -> SolvedStage | None:
+    def free(self, place: Place, remat: int, *, loosely: bool = False) -> SolvedStage | None:
         """The best solution whatever its memory, or None if no layout exists; `loosely` as of `within`."""
         key = self._key(place, remat)
         if key not in self._free and loosely and (found := self._freely(place, remat)) is not None:
@@ -228,7 +233,7 @@ class StageSolver:
             self._free[key] = found
         return self._free[key]
 
-    def _freely(self, place: Place, remat: str) -> SolvedStage | None:
+    def _freely(self, place: Place, remat: int) -> SolvedStage | None:
         """The best layouts of a forest without a memory limit; None if it finds none."""
         built = self.problem(place, remat)
         try:
@@ -241,14 +246,14 @@ class StageSolver:
         return self._once(place, remat, built, found.choices, found.share).certain(found.share)
 
     def priced(
-        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float
+        self, place: Place, remat: int, prices: Sequence[tuple[float, float]], *, gap: float
     ) -> list[tuple[SolvedStage, float] | None]:
         """The best solutions where memory has no limit but a price, each with the share of its seconds that is certain
         to be needed there; None for none.
 
         Args:
           place: the range and where it runs.
-          remat: "none" or "layer".
+          remat: how many of its segments are rematerialised.
           prices: in seconds per byte, each with the microbatches in flight.
           gap: at which to stop, relative to the seconds.
         """
@@ -262,7 +267,7 @@ class StageSolver:
         ]
 
     def choices_at(
-        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float
+        self, place: Place, remat: int, prices: Sequence[tuple[float, float]], *, gap: float
     ) -> list[Priced | None]:
         """The best choices of layouts for a range where memory has a price; arguments as of `priced`."""
         built = self.problem(place, remat)
@@ -273,7 +278,7 @@ class StageSolver:
             return self.choices_at(place, remat, prices, gap=gap) if self.relax(place) else [None] * len(prices)
 
     def _once(
-        self, place: Place, remat: str, built: tuple[StageProblem, Segments, Cut], choices: tuple[int, ...],
+        self, place: Place, remat: int, built: tuple[StageProblem, Segments, Cut], choices: tuple[int, ...],
         share: float,
     ) -> SolvedStage:  # fmt: skip
         """Many prices have the same answer: it is looked at once."""
@@ -283,13 +288,13 @@ class StageSolver:
         return self._same[key]
 
     def proven(
-        self, place: Place, remat: str, in_flight: int, limit: float, *, gap: float, time_limit_seconds: float
+        self, place: Place, remat: int, in_flight: int, limit: float, *, gap: float, time_limit_seconds: float
     ) -> SolvedStage | None:
         """As `within`, solved to a gap of one's own; None also where nothing was found in time.
 
         Args:
           place: the range and where it runs.
-          remat: "none" or "layer".
+          remat: how many of its segments are rematerialised.
           in_flight: microbatches.
           limit: bytes on a device.
           gap: relative, at which to stop.
@@ -308,26 +313,26 @@ class StageSolver:
             return None
         return self._solved(place, built, chosen)
 
-    def laid_out(self, place: Place, remat: str, layouts: tuple[int, ...]) -> SolvedStage:
+    def laid_out(self, place: Place, remat: int, layouts: tuple[int, ...]) -> SolvedStage:
         """A range in given layouts, whatever they take and hold.
 
         Args:
           place: the range and where it runs.
-          remat: "none" or "layer".
+          remat: how many of its segments are rematerialised.
           layouts: of each node of its problem the number of the choice.
         """
         built = self.problem(place, remat)
         return self._solved(place, built, built[0].chosen(layouts, 0.0, proven=False))
 
     def within(
-        self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool = False,
+        self, place: Place, remat: int, in_flight: int, limit: float, *, loosely: bool = False,
         enough_seconds: float = inf,
     ) -> SolvedStage | None:  # fmt: skip
         """The best solution that needs no more bytes on a device with so many microbatches in flight, or None.
 
         Args:
           place: the range and where it runs.
-          remat: "none" or "layer".
+          remat: how many of its segments are rematerialised.
           in_flight: microbatches.
           limit: bytes on a device.
           loosely: whether what forests find will do, wherever they find anything; the bound is then as far as it is.
@@ -340,12 +345,12 @@ class StageSolver:
                 return free
         return self._limited(place, remat, in_flight, limit, loosely=loosely, enough_seconds=enough_seconds)
 
-    def around(self, place: Place, remat: str, in_flight: int, limit: float, stages: int) -> list[SolvedStage]:
+    def around(self, place: Place, remat: int, in_flight: int, limit: float, stages: int) -> list[SolvedStage]:
         """Solutions that hold about its share of the bytes of a device with so many stages, some more and some less.
 
         Args:
           place: the range and where it runs.
-          remat: "none" or "layer".
+          remat: how many of its segments are rematerialised.
           in_flight: microbatches.
           limit: bytes on a device.
           stages: of the device: they run in turn, and share a workspace.
@@ -362,7 +367,7 @@ class StageSolver:
             return self.around(place, remat, in_flight, limit, stages) if self.relax(place) else []
         return [self._once(place, remat, built, choices, share).certain(share) for choices, share in found]
 
-    def _exceeds(self, place: Place, remat: str, in_flight: int, limit: float) -> bool:
+    def _exceeds(self, place: Place, remat: int, in_flight: int, limit: float) -> bool:
         """Whether the fastest layouts plainly need more: they need not be found to the end then. (What contradicts a
         ZeRO stage is found out where they are.)"""
         if self._key(place, remat) in self._free or self._constraints.zero is not None:
@@ -377,7 +382,7 @@ class StageSolver:
         return min(max(self._left_seconds(), _LEAST_SECONDS), _SECONDS_PER_SOLVE)
 
     def _limited(
-        self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool, enough_seconds: float
+        self, place: Place, remat: int, in_flight: int, limit: float, *, loosely: bool, enough_seconds: float
     ) -> SolvedStage | None:
         built = self.problem(place, remat)
         problem = built[0]

@@ -1,0 +1,206 @@
+"""Weights that are gathered for the forward pass and again for the backward pass, instead of kept between them.
+
+The derivative of a product reads its weight, so a traced step keeps every weight that a device has gathered until the
+backward pass has read it: of a model that is stored over all devices (ZeRO-3) each of them would hold all. FSDP and
+DeepSpeed gather a second time; here the equations of a traced step are evaluated so.
+
+A second gather may begin where the backward pass still has as many bytes of other weights to read before this one as
+this one has: there is compute to run beside it, and no more than about three weights are there at a time. A barrier
+ties what is gathered to a value of that place; without one the compiler would find the same gather twice, and keep the
+first. The weight that the backward pass reads first, the last one of the forward pass, stays.
+
+Known limit: gathers inside loops and rematerialised parts are left as they are: both have them again anyway.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import jax
+from jax import lax
+
+from .jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Var,
+    bind,
+    consts_of,
+    is_dropped,
+    is_inlined,
+    is_literal,
+    open_jaxpr,
+    user_context,
+)
+
+Env = dict[Any, Any]
+
+# Collectives that move weights to where they are read.
+AGAIN = frozenset({"all_gather", "all_to_all"})
+
+
+def barriers_hold(platform: str) -> bool:
+    """Whether a compiler minds barriers. Up to JAX 0.10 XLA's CPU backend forgets them before it orders kernels: what
+    is rematerialised starts early, and of two equal gathers there is one."""
+    return platform != "cpu" or jax.__version_info__ >= (0, 11)
+
+
+def gathering_again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which gathers again what its backward pass reads of parameters.
+
+    Args:
+      function: of two trees of arrays, the second the parameters; returns a tree whose first array is a number at the
+        end of the forward pass. Traced where it is called.
+    """
+
+    def changed(others: Any, parameters: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(others, parameters)
+        first = len(jax.tree.leaves(others))
+        results = _evaluate(_in_line(closed), jax.tree.leaves((others, parameters)), first)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weight:
+    """A weight that the backward pass reads, as it is or gathered.
+
+    Args:
+      gather: the equation that gathers it, over some axes; None for one that is read as it is.
+      views: what else is made of what was gathered alone, in order, for the backward pass to read; gathers over other
+        axes too.
+      at: the first equation of the backward pass that reads any of it.
+      anchor: the first from there on that reads activations or cotangents too.
+      bytes: as it is read.
+    """
+
+    gather: Equation | None
+    views: tuple[Equation, ...]
+    at: int
+    anchor: int
+    bytes: int
+
+
+def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], first_parameter: int) -> list[Any]:
+    jaxpr = open_jaxpr(closed)
+    of_parameters = _of_parameters(jaxpr, first_parameter)
+    weights = _read_backward(jaxpr, of_parameters, first_parameter)
+    read_before = [0, *accumulate(one.bytes for one in weights)]
+    begun: dict[int, list[tuple[_Weight, Equation]]] = {}
+    for number, one in enumerate(weights):
+        # The last place from which on as much as this one has is still to be read before it; or the first.
+        before = max(bisect_right(read_before, read_before[number] - one.bytes, hi=number + 1) - 1, 0)
+        if one.gather is not None and weights[before].anchor < one.at:
+            begun.setdefault(weights[before].anchor, []).append((one, one.gather))
+    env: Env = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    second: dict[int, list[tuple[_Weight, Equation, Any]]] = {}
+    for at, equation in enumerate(jaxpr.eqns):
+        if at in begun:
+            value = next(a for a in equation.invars if not is_literal(a) and a not in of_parameters)
+            sources = [env[gather.invars[0]] for _, gather in begun[at]]
+            env[value], *sources = lax.optimization_barrier((env[value], *sources))
+            for (one, gather), source in zip(begun[at], sources, strict=True):
+                second.setdefault(one.at, []).append((one, gather, source))
+        for one, gather, source in second.get(at, ()):
+            _bind(gather, {gather.invars[0]: source}, env)
+            for view in one.views:
+                _bind(view, env, env)
+        _bind(equation, env, env)
+    return [a.val if is_literal(a) else env[a] for a in jaxpr.outvars]
+
+
+def _in_line(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with the equations of all calls in line: runs of layers keep what they cast of a weight."""
+    found: list[Equation] = []
+    constants: Env = dict(zip(open_jaxpr(closed).constvars, consts_of(closed), strict=True))
+
+    def add(jaxpr: Jaxpr, names: Env) -> list[Any]:
+        for equation in jaxpr.eqns:
+            operands = [a if is_literal(a) else names.get(a, a) for a in equation.invars]
+            if is_inlined(equation) and "jaxpr" in equation.params:
+                inner = open_jaxpr(equation.params["jaxpr"])
+                constants.update(zip(inner.constvars, consts_of(equation.params["jaxpr"]), strict=True))
+                made = add(inner, dict(zip(inner.invars, operands, strict=True)))
+                names.update(zip(equation.outvars, made, strict=True))
+            else:
+                # What JAX has traced once stands here several times.
+                results = [v if is_dropped(v) else Var(v.aval) for v in equation.outvars]
+                names.update(zip(equation.outvars, results, strict=True))
+                found.append(equation.replace(invars=operands, outvars=results))
+        return [a if is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
+
+    jaxpr = open_jaxpr(closed)
+    outvars = add(jaxpr, {})
+    flat = jaxpr.replace(
+        eqns=found, outvars=outvars, constvars=[*constants], debug_info=jaxpr.debug_info.with_unknown_names()
+    )
+    return ClosedJaxpr(flat, [*constants.values()])
+
+
+def _bind(equation: Equation, operands: Env, results: Env) -> None:
+    with user_context(equation):
+        made = bind(equation, *(a.val if is_literal(a) else operands[a] for a in equation.invars))
+    results.update(zip(equation.outvars, made, strict=True))
+
+
+def _of_parameters(jaxpr: Jaxpr, first: int) -> set[Any]:
+    """Values that depend on parameters and constants alone."""
+    found = {*jaxpr.invars[first:], *jaxpr.constvars}
+    for equation in jaxpr.eqns:
+        if all(is_literal(a) or a in found for a in equation.invars):
+            found.update(equation.outvars)
+    return found
+
+
+def _read_backward(jaxpr: Jaxpr, of_parameters: set[Any], first_parameter: int) -> list[_Weight]:
+    """The weights that the backward pass reads, in its order."""
+    loss = jaxpr.outvars[0]
+    end = next((at for at, equation in enumerate(jaxpr.eqns) if loss in equation.outvars), None)
+    if end is None:
+        return []
+    # Of what is made of one weight alone, that weight: a parameter, or what was gathered of it.
+    weight: dict[Any, Any] = {var: var for var in jaxpr.invars[first_parameter:]}
+    views: dict[Any, list[Equation]] = {}
+    gathers: dict[Any, Equation] = {}
+    for equation in jaxpr.eqns[: end + 1]:
+        of = {weight.get(a) for a in equation.invars if not is_literal(a)}
+        if not of_parameters.issuperset(equation.outvars) or len(of) != 1 or None in of:
+            continue
+        (source,) = of
+        if equation.primitive.name in AGAIN and source not in gathers:
+            (var,) = equation.outvars  # over further axes it is gathered by what follows
+            weight[var], gathers[var] = var, equation
+        else:
+            weight.update(dict.fromkeys(equation.outvars, source))
+            views.setdefault(source, []).append(equation)
+    read: dict[Any, tuple[int, set[Any]]] = {}
+    for at, equation in enumerate(jaxpr.eqns[end + 1 :], start=end + 1):
+        for var in equation.invars:
+            if not is_literal(var) and var in weight:
+                read.setdefault(weight[var], (at, set()))[1].add(var)
+    found = []
+    for var, (at, wanted) in read.items():
+        needed, size = [], sum(prod(one.aval.shape) * one.aval.dtype.itemsize for one in wanted)
+        for view in reversed(views.get(var, ())):
+            if not wanted.isdisjoint(view.outvars):
+                needed.append(view)
+                wanted.update(a for a in view.invars if not is_literal(a))
+        anchors = (n for n in range(at, len(jaxpr.eqns)) if _reads_others(jaxpr.eqns[n], of_parameters))
+        found.append(
+            _Weight(
+                gather=gathers.get(var), views=tuple(reversed(needed)), at=at,
+                anchor=next(anchors, len(jaxpr.eqns)), bytes=size,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _reads_others(equation: Equation, of_parameters: set[Any]) -> bool:
+    return any(not is_literal(a) and a not in of_parameters for a in equation.invars)
