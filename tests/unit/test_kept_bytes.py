@@ -198,7 +198,7 @@ def test_what_loops_store_of_their_bodies(body: str) -> None:
     JAX decides."""
     run, stored = BODIES[body]
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    policy = policy_of(open_jaxpr(inline(jax.make_jaxpr(run)(x, x))))
+    policy = policy_of(open_jaxpr(inline(jax.make_jaxpr(run)(x, x))), gathers_weights=True)
     asked = ("add", "dot_general", "all_gather")
     assert (policy and {name for name in asked if policy(SimpleNamespace(name=name))}) == stored
 

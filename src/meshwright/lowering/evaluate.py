@@ -249,6 +249,20 @@ class ShardedProgram:
         others = (prod(self._sizes[axis] for axis in axes - value.spec.partial) for value in values)
         return [shared_out(shard, count) for shard, count in zip(shards, others, strict=True)]
 
+    def _gathers_weights(self, path: Path) -> bool:
+        """Whether anything in a loop's body reads of parameters more than a device has of them."""
+        held: dict[int, Spec] = {}
+        for operator in self._graph.operators:
+            if operator.path[: len(path)] == path:
+                algorithm = self._algorithms[operator.index]
+                for value, spec in zip(operator.operands, algorithm.operands, strict=True):
+                    if value in held and not {*held[value].sharded_axes} <= {*spec.sharded_axes}:
+                        return True
+                for value, spec in zip(operator.results, algorithm.results, strict=True):
+                    if value is not None and value in self._of_parameters:
+                        held[value] = self._settled.get(value, spec)
+        return False
+
     def _is_differentiated(self, index: int | None) -> bool:
         return index is not None and self._graph.values[index].differentiated
 
@@ -324,7 +338,7 @@ class ShardedProgram:
             return kept, out
 
         moving = [self._graph.values[link.results[0]].differentiated for link in links if link.results[0] is not None]
-        policy = policy_of(body) if any(moving) else None
+        policy = policy_of(body, gathers_weights=self._gathers_weights(path)) if any(moving) else None
         if policy is not None and not any(runs and at == path for at, runs in self._segments.items()):
             trip = jax.checkpoint(trip, policy=policy, prevent_cse=False)
         final, stacked = lax.scan(trip, carry, xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)

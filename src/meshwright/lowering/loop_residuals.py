@@ -5,10 +5,10 @@ compiler moves work from one loop to another. A body of which every equation is 
 differentiated under a policy that stores what is not: products, reductions, collectives. What is cheap is made again,
 and weights are gathered again: of a model stored over all devices (ZeRO-3) a device would hold all layers otherwise.
 
-Of bodies that hold anything else all is stored but gathered weights: functions with a derivative of their own say what
-they store; of random bits a mask is a quarter; the order of convolutions on CPU is mended in loops
-(`_jax.convolutions`), not in what is made again there. Bodies with loops, branches or rematerialised parts are left to
-JAX: these make their own choice under a policy and would run again.
+Of bodies that hold anything else JAX stores all that derivatives read, but for gathered weights: functions with a
+derivative of their own say what they store; of random bits a mask is a quarter; the order of convolutions on CPU is
+mended in loops (`_jax.convolutions`), not in what is made again there. Bodies with loops, branches or rematerialised
+parts are left to JAX: these make their own choice under a policy and would run again.
 
 Known limit: a product that sums in a wider type than it is read in is stored in the wider one.
 """
@@ -30,11 +30,16 @@ _LEFT_TO_JAX = frozenset({"cond", "conv_general_dilated", "custom_vjp_call", "ra
 _INNER = frozenset({"checkpoint", "cond", "remat", "remat2", "scan", "while"})
 
 
-def policy_of(body: Jaxpr) -> Callable[..., bool] | None:
-    """The policy of a loop's body, as `jax.checkpoint` asks it; None to leave it to JAX."""
+def policy_of(body: Jaxpr, *, gathers_weights: bool) -> Callable[..., bool] | None:
+    """The policy of a loop's body, as `jax.checkpoint` asks it; None to leave it to JAX.
+
+    Args:
+      body: of the loop.
+      gathers_weights: whether its plan gathers any of the parameters in it.
+    """
     if _is_all_known(body):
         return _is_dear
-    return None if _has_inner(body) else _is_no_weight
+    return _is_no_weight if gathers_weights and not _has_inner(body) else None
 
 
 def _is_dear(primitive: Any, *operands: Any, **params: Any) -> bool:
