@@ -31,11 +31,11 @@ from .jaxpr import (
     Var,
     bind,
     consts_of,
+    hoist_consts,
     is_dropped,
     is_inlined,
     is_literal,
     open_jaxpr,
-    user_context,
 )
 
 Env = dict[Any, Any]
@@ -61,7 +61,7 @@ def gathering_again(function: Callable[..., Any]) -> Callable[..., Any]:
     def changed(others: Any, parameters: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(others, parameters)
         first = len(jax.tree.leaves(others))
-        results = _evaluate(_in_line(closed), jax.tree.leaves((others, parameters)), first)
+        results = _called(_rewritten(_in_line(closed), first), jax.tree.leaves((others, parameters)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return changed
@@ -87,7 +87,7 @@ class _Weight:
     bytes: int
 
 
-def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], first_parameter: int) -> list[Any]:
+def _rewritten(closed: ClosedJaxpr, first_parameter: int) -> ClosedJaxpr:
     jaxpr = open_jaxpr(closed)
     of_parameters = _of_parameters(jaxpr, first_parameter)
     weights = _read_backward(jaxpr, of_parameters, first_parameter)
@@ -98,22 +98,51 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], first_parameter: int) ->
         before = max(bisect_right(read_before, read_before[number] - one.bytes, hi=number + 1) - 1, 0)
         if one.gather is not None and weights[before].anchor < one.at:
             begun.setdefault(weights[before].anchor, []).append((one, one.gather))
-    env: Env = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
+    found: list[Equation] = []
+    names: Env = {}
+
+    def add(equation: Equation, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        found.append(equation.replace(invars=list(operands), outvars=list(results)))
+
+    def again(equation: Equation, operands: Sequence[Any]) -> None:
+        results = [Var(v.aval) for v in equation.outvars]
+        add(equation, operands, results)
+        names.update(zip(equation.outvars, results, strict=True))
+
+    def read(equation: Equation) -> list[Any]:
+        return [a if is_literal(a) else names.get(a, a) for a in equation.invars]
+
     second: dict[int, list[tuple[_Weight, Equation, Any]]] = {}
     for at, equation in enumerate(jaxpr.eqns):
         if at in begun:
             value = next(a for a in equation.invars if not is_literal(a) and a not in of_parameters)
-            sources = [env[gather.invars[0]] for _, gather in begun[at]]
-            env[value], *sources = lax.optimization_barrier((env[value], *sources))
+            held = [names.get(value, value), *(a for _, gather in begun[at] for a in read(gather))]
+            names[value], *sources = tied = [Var(a.aval) for a in held]
+            add(_barrier([a.aval for a in held]), held, tied)
             for (one, gather), source in zip(begun[at], sources, strict=True):
                 second.setdefault(one.at, []).append((one, gather, source))
         for one, gather, source in second.get(at, ()):
-            _bind(gather, {gather.invars[0]: source}, env)
+            again(gather, [source])
             for view in one.views:
-                _bind(view, env, env)
-        _bind(equation, env, env)
-    return [a.val if is_literal(a) else env[a] for a in jaxpr.outvars]
+                again(view, read(view))
+        add(equation, read(equation), equation.outvars)
+    results = [a if is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
+    return ClosedJaxpr(jaxpr.replace(eqns=found, outvars=results), consts_of(closed))
+
+
+def _barrier(avals: Sequence[Any]) -> Equation:
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    (equation,) = open_jaxpr(jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*types)).eqns
+    return equation
+
+
+def _called(closed: ClosedJaxpr, args: Sequence[Any]) -> Sequence[Any]:
+    """Run a program as one call, where whoever traces this need not trace each of its equations again."""
+    args, closed = [*consts_of(closed), *args], hoist_consts(closed)
+    outs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in open_jaxpr(closed).outvars]
+    like = jax.jit(lambda *xs: [jax.numpy.zeros(one.shape, one.dtype) for one in outs], keep_unused=True)
+    (call,) = open_jaxpr(jax.make_jaxpr(like)(*args)).eqns
+    return bind(call.replace(params={**call.params, "jaxpr": closed, "name": "microbatch"}), *args)
 
 
 def _in_line(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -142,12 +171,6 @@ def _in_line(closed: ClosedJaxpr) -> ClosedJaxpr:
         eqns=found, outvars=outvars, constvars=[*constants], debug_info=jaxpr.debug_info.with_unknown_names()
     )
     return ClosedJaxpr(flat, [*constants.values()])
-
-
-def _bind(equation: Equation, operands: Env, results: Env) -> None:
-    with user_context(equation):
-        made = bind(equation, *(a.val if is_literal(a) else operands[a] for a in equation.invars))
-    results.update(zip(equation.outvars, made, strict=True))
 
 
 def _of_parameters(jaxpr: Jaxpr, first: int) -> set[Any]:

@@ -59,6 +59,9 @@ _EASY = 0.5
 # not measured.
 _NEAR = 1.25
 
+# Some segments are computed again where all or none take this much longer than what would do without memory.
+_WORTH = 1.02
+
 # In place of how many segments are rematerialised: as few as fit. The fewest bytes are those of all of them.
 _MIXED = -ALL
 
@@ -331,6 +334,8 @@ class StageEstimates:
             for remat in wishes:
                 limits = self._limits(kind, remat)[ranges[1]]
                 constant, kept, workspace = self._least(kind, number, abs(remat), ranges)
+                if remat == _MIXED:
+                    open_ = open_ & ((best[0] > _WORTH * low) | (best[1] > _WORTH * weight))
                 wanted = open_ & (constant + share * (times * kept + workspace) <= limits)
                 if not wanted.any():
                     continue
@@ -429,13 +434,15 @@ class StageEstimates:
             now = mixed(plain, again, limits, times, segments)
             seconds = now[FORWARD] + now[BACKWARD]
             take = wanted & (seconds < found[FORWARD] + found[BACKWARD]) & (seconds <= most)
+            if not take.any() and np.isfinite(found[FORWARD]).any():
+                break  # at higher prices all is slower
             found[:, take] = now[:, take]
-            if self.solver.alone and self._prices and price == len(self._prices):
-                # A few segments may need less beside what is kept than all of them do, or than their parts.
-                half = np.repeat((plain + again)[:, None] / 2, len(times), axis=1)
-                near = wanted & np.isinf(found[FORWARD]) & (again[CONSTANT] + times * again[KEPT] <= _NEAR * limits)
-                half[CONSTANT] = np.minimum(half[CONSTANT], limits - times * half[KEPT])
-                found[:, near] = half[:, near]
+        if self.solver.alone:
+            # A few segments may need less beside what is kept than all of them do, or than their parts.
+            half = np.repeat((plain + again)[:, None] / 2, len(times), axis=1)
+            near = wanted & np.isinf(found[FORWARD]) & (again[CONSTANT] + times * again[KEPT] <= _NEAR * limits)
+            half[CONSTANT] = np.minimum(half[CONSTANT], limits - times * half[KEPT])
+            found[:, near] = half[:, near]
         return found
 
     def _of_share(self, sums: np.ndarray, share: float, remat: int) -> np.ndarray:
