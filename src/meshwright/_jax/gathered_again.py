@@ -9,12 +9,13 @@ this one has: there is compute to run beside it, and no more than about three we
 ties what is gathered to a value of that place; without one the compiler would find the same gather twice, and keep the
 first. The weight that the backward pass reads first, the last one of the forward pass, stays.
 
-Known limit: gathers inside loops and rematerialised parts are left as they are: both have them again anyway.
+Known limit: gathers inside loops and rematerialised parts are left as they are: both have them again anyway. What is
+made of several weights after they were gathered, or by more than a little work, is kept.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -37,6 +38,7 @@ from .jaxpr import (
     is_literal,
     open_jaxpr,
 )
+from .passes import is_cheap
 
 Env = dict[Any, Any]
 
@@ -44,18 +46,12 @@ Env = dict[Any, Any]
 AGAIN = frozenset({"all_gather", "all_to_all"})
 
 
-def barriers_hold(platform: str) -> bool:
-    """Whether a compiler minds barriers. Up to JAX 0.10 XLA's CPU backend forgets them before it orders kernels: what
-    is rematerialised starts early, and of two equal gathers there is one."""
-    return platform != "cpu" or jax.__version_info__ >= (0, 11)
-
-
 def gathering_again(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, which gathers again what its backward pass reads of parameters.
 
     Args:
-      function: of two trees of arrays, the second the parameters; returns a tree whose first array is a number at the
-        end of the forward pass. Traced where it is called.
+      function: of two trees of arrays, the second the parameters; returns a tree whose first array is the loss. Traced
+        where it is called.
     """
 
     def changed(others: Any, parameters: Any) -> Any:
@@ -73,10 +69,11 @@ class _Weight:
 
     Args:
       gather: the equation that gathers it, over some axes; None for one that is read as it is.
-      views: what else is made of what was gathered alone, in order, for the backward pass to read; gathers over other
+      views: what little work makes of what was gathered, in order, for the backward pass to read; gathers over other
         axes too.
       at: the first equation of the backward pass that reads any of it.
-      anchor: the first from there on that reads activations or cotangents too.
+      anchor: the first from there on that has to wait for the backward pass.
+      value: what that one waits for.
       bytes: as it is read.
     """
 
@@ -84,6 +81,7 @@ class _Weight:
     views: tuple[Equation, ...]
     at: int
     anchor: int
+    value: Any
     bytes: int
 
 
@@ -92,12 +90,12 @@ def _rewritten(closed: ClosedJaxpr, first_parameter: int) -> ClosedJaxpr:
     of_parameters = _of_parameters(jaxpr, first_parameter)
     weights = _read_backward(jaxpr, of_parameters, first_parameter)
     read_before = [0, *accumulate(one.bytes for one in weights)]
-    begun: dict[int, list[tuple[_Weight, Equation]]] = {}
+    begun: dict[int, list[tuple[_Weight, Equation, Any]]] = {}
     for number, one in enumerate(weights):
         # The last place from which on as much as this one has is still to be read before it; or the first.
         before = max(bisect_right(read_before, read_before[number] - one.bytes, hi=number + 1) - 1, 0)
         if one.gather is not None and weights[before].anchor < one.at:
-            begun.setdefault(weights[before].anchor, []).append((one, one.gather))
+            begun.setdefault(weights[before].anchor, []).append((one, one.gather, weights[before].value))
     found: list[Equation] = []
     names: Env = {}
 
@@ -115,11 +113,11 @@ def _rewritten(closed: ClosedJaxpr, first_parameter: int) -> ClosedJaxpr:
     second: dict[int, list[tuple[_Weight, Equation, Any]]] = {}
     for at, equation in enumerate(jaxpr.eqns):
         if at in begun:
-            value = next(a for a in equation.invars if not is_literal(a) and a not in of_parameters)
-            held = [names.get(value, value), *(a for _, gather in begun[at] for a in read(gather))]
+            value = begun[at][0][2]
+            held = [names.get(value, value), *(a for _, gather, _ in begun[at] for a in read(gather))]
             names[value], *sources = tied = [Var(a.aval) for a in held]
             add(_barrier([a.aval for a in held]), held, tied)
-            for (one, gather), source in zip(begun[at], sources, strict=True):
+            for (one, gather, _), source in zip(begun[at], sources, strict=True):
                 second.setdefault(one.at, []).append((one, gather, source))
         for one, gather, source in second.get(at, ()):
             again(gather, [source])
@@ -188,26 +186,28 @@ def _read_backward(jaxpr: Jaxpr, of_parameters: set[Any], first_parameter: int) 
     end = next((at for at, equation in enumerate(jaxpr.eqns) if loss in equation.outvars), None)
     if end is None:
         return []
-    # Of what is made of one weight alone, that weight: a parameter, or what was gathered of it.
+    # Of what little work makes of one weight alone, that weight: as it is, or as it was gathered.
     weight: dict[Any, Any] = {var: var for var in jaxpr.invars[first_parameter:]}
     views: dict[Any, list[Equation]] = {}
     gathers: dict[Any, Equation] = {}
     for equation in jaxpr.eqns[: end + 1]:
-        of = {weight.get(a) for a in equation.invars if not is_literal(a)}
-        if not of_parameters.issuperset(equation.outvars) or len(of) != 1 or None in of:
+        of = {weight[a] for a in equation.invars if not is_literal(a) and a in weight}
+        if not of or not of_parameters.issuperset(equation.outvars):
             continue
-        (source,) = of
-        if equation.primitive.name in AGAIN and source not in gathers:
-            (var,) = equation.outvars  # over further axes it is gathered by what follows
-            weight[var], gathers[var] = var, equation
-        else:
+        moves, source = equation.primitive.name in AGAIN, next(iter(of))
+        if len(of) == 1 and (source in gathers if moves else is_cheap(equation)):
             weight.update(dict.fromkeys(equation.outvars, source))
             views.setdefault(source, []).append(equation)
+            continue
+        weight.update((var, var) for var in equation.outvars)
+        if moves:  # over further axes it is gathered by what follows
+            gathers[equation.outvars[0]] = equation
     read: dict[Any, tuple[int, set[Any]]] = {}
     for at, equation in enumerate(jaxpr.eqns[end + 1 :], start=end + 1):
         for var in equation.invars:
             if not is_literal(var) and var in weight:
                 read.setdefault(weight[var], (at, set()))[1].add(var)
+    anchors = _anchors(jaxpr, of_parameters, min((at for at, _ in read.values()), default=len(jaxpr.eqns)))
     found = []
     for var, (at, wanted) in read.items():
         needed, size = [], sum(prod(one.aval.shape) * one.aval.dtype.itemsize for one in wanted)
@@ -215,15 +215,27 @@ def _read_backward(jaxpr: Jaxpr, of_parameters: set[Any], first_parameter: int) 
             if not wanted.isdisjoint(view.outvars):
                 needed.append(view)
                 wanted.update(a for a in view.invars if not is_literal(a))
-        anchors = (n for n in range(at, len(jaxpr.eqns)) if _reads_others(jaxpr.eqns[n], of_parameters))
+        place = bisect_left(anchors, (at,))
+        anchor, value = anchors[place] if place < len(anchors) else (len(jaxpr.eqns), None)
         found.append(
             _Weight(
-                gather=gathers.get(var), views=tuple(reversed(needed)), at=at,
-                anchor=next(anchors, len(jaxpr.eqns)), bytes=size,
+                gather=gathers.get(var), views=tuple(reversed(needed)), at=at, anchor=anchor, value=value, bytes=size
             )
         )  # fmt: skip
     return found
 
 
-def _reads_others(equation: Equation, of_parameters: set[Any]) -> bool:
-    return any(not is_literal(a) and a not in of_parameters for a in equation.invars)
+def _anchors(jaxpr: Jaxpr, of_parameters: set[Any], first: int) -> list[tuple[int, Any]]:
+    """The equations that read something of the backward pass, of which what first reads a weight there is known to be,
+    and what is made of that; and what each of them reads."""
+    late: set[Any] = set()
+    found = []
+    for at, equation in enumerate(jaxpr.eqns[first:], start=first):
+        operands = [a for a in equation.invars if not is_literal(a)]
+        if mine := [a for a in operands if a in late]:
+            late.update(equation.outvars)
+            if arrays := [a for a in mine if jax.numpy.issubdtype(a.aval.dtype, jax.numpy.inexact)]:
+                found.append((at, arrays[0]))
+        elif not late and not of_parameters.isdisjoint(operands) and not of_parameters.issuperset(equation.outvars):
+            late.update(equation.outvars)
+    return found

@@ -27,8 +27,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright._jax.barriers import barriers_hold
 from meshwright._jax.dataflow import WIDE, WIDEST, Kind, Operation, Program, Value
-from meshwright._jax.gathered_again import barriers_hold
 from meshwright._jax.jaxpr import is_literal
 from meshwright._jax.liveness_layouts import Layouts
 

@@ -38,8 +38,20 @@ def gradients_are_added_up(where: bool) -> Iterator[None]:
         _ADDED_UP.reset(token)
 
 
-# The name, as `jax.checkpoint` has it, of what has been gathered, or resharded, of anything but parameters.
+# The name, as `jax.checkpoint` has it, of what a loop has gathered, or resharded, of anything but parameters.
 GATHERED = "meshwright_gathered"
+
+_NAMED = ContextVar("named", default=False)
+
+
+@contextmanager
+def gathers_are_named(where: bool) -> Iterator[None]:
+    """While a program is traced: whether a policy asks for what it gathers of anything but parameters by its name."""
+    token = _NAMED.set(where)
+    try:
+        yield
+    finally:
+        _NAMED.reset(token)
 
 
 def run_conversion(
@@ -57,7 +69,7 @@ def run_conversion(
     """
     for step in conversion:
         x = _differentiable(step, sizes)(x) if differentiated else _forward(step, x, sizes)
-        if step.kind in AGAIN and differentiated and not of_parameters:
+        if step.kind in AGAIN and _NAMED.get() and not of_parameters:
             x = checkpoint_name(x, GATHERED)
     return x
 

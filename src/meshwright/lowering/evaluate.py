@@ -29,7 +29,7 @@ from ..program.parameter_values import values_of_parameters
 from ..program.rules import Rules, is_call
 from ..sharding import Algorithm, Spec, algorithm_of
 from ..sharding.deferred_sums import makes_a_number, partial_axes
-from .collectives import gradients_are_added_up, shared_out
+from .collectives import gathers_are_named, gradients_are_added_up, shared_out
 from .follow import Follower
 from .local_value import LocalValue
 from .loop_residuals import policy_of
@@ -261,6 +261,8 @@ class ShardedProgram:
                 for value, spec in zip(operator.results, algorithm.results, strict=True):
                     if value is not None and value in self._of_parameters:
                         held[value] = self._settled.get(value, spec)
+                        if not {*spec.sharded_axes} <= {*held[value].sharded_axes}:
+                            return True
         return False
 
     def _is_differentiated(self, index: int | None) -> bool:
@@ -309,6 +311,10 @@ class ShardedProgram:
             for atom, algorithm in zip(equation.invars, chosen, strict=True)
         ]
         consts, carry, xs = operands[: parts.num_consts], operands[parts.num_consts : first_xs], operands[first_xs:]
+        moving = [self._graph.values[link.results[0]].differentiated for link in links if link.results[0] is not None]
+        whole = any(runs and at == path for at, runs in self._segments.items())  # which is computed again in any case
+        asked = any(moving) and not whole
+        policy = policy_of(body, gathers_weights=self._gathers_weights(path)) if asked else None
         stacks: dict[int, Any] = {}
         for i in range(parts.num_carry, len(equation.outvars)):
             link = self._operator.get((*path, -1, len(body.invars) + i))
@@ -326,7 +332,7 @@ class ShardedProgram:
                 inner[var] = inside(i, shard)
             for var, const in zip(body.constvars, consts_of(parts.body), strict=True):
                 inner[var] = self._whole(const)
-            with gradients_are_added_up(False):
+            with gradients_are_added_up(False), gathers_are_named(policy is not None):
                 self._run(body, inner, path)
             kept = [
                 self._read(inner, atom).read(algorithm.operands[1])
@@ -337,9 +343,7 @@ class ShardedProgram:
             ]
             return kept, out
 
-        moving = [self._graph.values[link.results[0]].differentiated for link in links if link.results[0] is not None]
-        policy = policy_of(body, gathers_weights=self._gathers_weights(path)) if any(moving) else None
-        if policy is not None and not any(runs and at == path for at, runs in self._segments.items()):
+        if policy is not None:
             trip = jax.checkpoint(trip, policy=policy, prevent_cse=False)
         final, stacked = lax.scan(trip, carry, xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)
         results: list[LocalValue] = []

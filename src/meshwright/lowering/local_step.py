@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from .._jax.barriers import barriers_hold
 from .._jax.convolutions import with_fast_convolutions
-from .._jax.gathered_again import barriers_hold, gathering_again
+from .._jax.gathered_again import gathering_again
 from .._jax.grad import value_and_grad_p
 from .._jax.jaxpr import eliminate_dead_code, open_jaxpr
 from .._jax.liveness_adapter import dataflow_of

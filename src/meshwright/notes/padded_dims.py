@@ -129,7 +129,7 @@ def solved_seconds(
         programs=[whole], parameters=parameters, cluster=cluster if one else Submeshes(cluster).part(where),
         mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))],
         constraints=replace(constraints, gradient_exchange=stage.gradient_exchange),
-        remat="layer" if stage.rematerialised else "none", alone=True, time_limit_seconds=max(seconds, 0.0),
+        remat=None if stage.rematerialised else "none", alone=True, time_limit_seconds=max(seconds, 0.0),
     )  # fmt: skip
     predicted = StageSearch(request).run().plan.predicted
     assert predicted is not None  # the search prices what it finds

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .dependence import values_of_data
-from .graph import Graph, Operator, once_for_each
-from .residuals import read_by_backward
+from .graph import Graph, Operator, Path, once_for_each
+from .residuals import is_cheap, read_by_backward
 
 
 @once_for_each
@@ -27,10 +27,12 @@ def is_read_again(graph: Graph, value: int, operator: Operator, *, one_program: 
     """
     if value not in _read_again(graph) or operator.region is not None:
         return False
-    if one_program and ((len(operator.path) == 1 and not in_line) or value in _read_first(graph)):
+    outside = len(operator.path) == 1
+    if one_program and ((outside and not in_line) or value in _read_first(graph)):
         return False
-    makes_weights = values_of_parameters(graph).issuperset(v for v in operator.results if v is not None)
-    return makes_weights or value in read_by_backward(graph, operator)
+    if not outside and operator.path[:-1] in _loops_left(graph):
+        return False
+    return not _read_again(graph).isdisjoint(operator.results) or value in read_by_backward(graph, operator)
 
 
 @once_for_each
@@ -50,10 +52,27 @@ def _read_first(graph: Graph) -> frozenset[int]:
     return frozenset()
 
 
+@once_for_each
+def _loops_left(graph: Graph) -> frozenset[Path]:
+    """Loops with loops, branches or rematerialised parts inside, which keep what they gathered
+    (`lowering.loop_residuals`)."""
+    found: set[Path] = set()
+    for operator in graph.operators:
+        path = operator.path[: operator.path.index(-1)] if operator.is_link else operator.path
+        if operator.name in ("cond", "while"):
+            found.add(path[:-1])
+        found.update(path[:depth] for depth in range(1, len(path) - 1))
+        if operator.is_link:
+            found.update(path[:depth] for depth in range(1, len(path)))
+    return frozenset(found)
+
+
 def _with_sources(graph: Graph, values: set[int]) -> frozenset[int]:
+    """With what little work makes them of, of one weight each."""
     of_parameters = values_of_parameters(graph)
     found = set(of_parameters.intersection(values))
     for operator in reversed(graph.operators):
-        if not found.isdisjoint(operator.results):
-            found |= of_parameters.intersection(operator.operands)
+        if not found.isdisjoint(operator.results) and (operator.is_link or is_cheap(operator.name)):
+            sources = of_parameters.intersection(operator.operands)
+            found |= sources if len(sources) == 1 else set()
     return frozenset(found)

@@ -53,8 +53,9 @@ def stage_table(plan: Plan, *, width: int | None = None) -> str:
 
 def _cells(stage: Stage) -> tuple[str, ...]:
     """What is printed of one stage and has to be equal in a row."""
+    segments = sum(len(runs) for _, runs in stage.rematerialised)
     return (
-        stage.device_kind, mesh_words(stage.mesh), "layer" if stage.rematerialised else "none",
+        stage.device_kind, mesh_words(stage.mesh), str(segments) if segments else "none",
         format_seconds(stage.forward_seconds), format_seconds(stage.backward_seconds),
         format_seconds(stage.synchronise_seconds), format_seconds(stage.update_seconds),
     )  # fmt: skip

@@ -10,7 +10,8 @@ A value that several operators read has a node of its own, whose layout it is re
 all of its readers are merged into it, or all but one: then it takes the node of its maker, if resharding the maker's
 operand moves no more bytes.
 
-Known limit: slicing an array for one of its readers, which then does less work, is not considered.
+Known limits: slicing an array for one of its readers, which then does less work, is not considered. Weights that stay
+gathered (docs/stages.md) are not counted.
 """
 
 from __future__ import annotations

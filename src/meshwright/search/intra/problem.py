@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._jax.gathered_again import barriers_hold
+from ..._jax.barriers import barriers_hold
 from ...cluster import Device, LogicalMesh
 from ...cost.compute import elementwise_seconds
 from ...program.graph import Graph, Operator

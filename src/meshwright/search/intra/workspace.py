@@ -72,7 +72,7 @@ class Workspace:
       gradients: stacks of parameters of whose rows a loop makes all gradients before they are added to those of earlier
         microbatches; which lasts, and counts for the whole step.
       weights: the largest that the backward pass of one program reads outside loops: reader and operand. Where they
-        are gathered, one of them is there.
+        are gathered, one of them is there at least.
       bytes: of it all, of all devices together.
     """
 

@@ -61,8 +61,6 @@ class Decisions:
 
     def label(self, state: State, option: Option) -> Option:
         """What an option means wherever it stands: of layers and submeshes their number."""
-        if isinstance(option, str):
-            return option
         if not isinstance(option, int):
             return option.size
         about = self.space.structures.decision(state.partial)

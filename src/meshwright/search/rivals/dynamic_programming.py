@@ -85,9 +85,12 @@ def _balanced(stages: Stages, count: int, budget: Budget) -> dict[int, _Stages]:
             if (beside := _mesh_beside(stages, count, choice)) is None:
                 continue
             again, kind = _layers_again(stages, count, choice), stages.like(submesh)
-            early, late = sums(kind, beside, ALL), sums(kind, beside, 0)
+            ranges = [(ALL, first, again), (0, again, last)]
             with np.errstate(invalid="ignore"):  # layers without layouts
-                whole = early[again] - early[first] + late[last] - late[again]
+                whole = sum(
+                    np.subtract(*sums(kind, beside, n)[[end, start]]) for n, start, end in ranges if end > start
+                )
+            assert isinstance(whole, np.ndarray)  # a stage has layers
             if np.isfinite(whole[0]):
                 seconds, once_bytes, kept_bytes = whole.tolist()
                 fits = once_bytes + in_flight * kept_bytes <= stages.limit_of(costs, choice)

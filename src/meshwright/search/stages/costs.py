@@ -342,6 +342,8 @@ class StageCosts:
         none, all, or about that share of them. More and fewer are tried too, as long as that may be faster than `best`
         seconds of a step."""
         count = self.solver.segment_count(place.first, place.last)
+        if 0 < again < 1 and count < 2:
+            return None  # its parts have more segments than the range
         found: dict[int, SolvedStage | None] = {}
 
         def seconds(remat: int) -> float:
@@ -457,7 +459,8 @@ def adopted(option: Option, solver: StageSolver, first: int, last: int) -> Optio
     if cut.fingerprint != solved.cut.fingerprint:
         return None
     if solved not in solver.adopted:  # of equal ranges one is enough, wherever they are
-        segments = first_of(solver.segments_of(cut, first, last), count_of(solved.segments))
+        every = solver.segments_of(cut, first, last) if solved.segments else {}
+        segments = first_of(every, count_of(solved.segments))
         solver.adopted[solved] = replace(solved, cut=cut, segments=segments)
     return option._replace(tag=solver.adopted[solved])
 

@@ -434,13 +434,14 @@ class StageEstimates:
             now = mixed(plain, again, limits, times, segments)
             seconds = now[FORWARD] + now[BACKWARD]
             take = wanted & (seconds < found[FORWARD] + found[BACKWARD]) & (seconds <= most)
-            if not take.any() and np.isfinite(found[FORWARD]).any():
-                break  # at higher prices all is slower
             found[:, take] = now[:, take]
+            held = again[CONSTANT] + times * again[KEPT]
+            if not take.any() and not (wanted & np.isinf(found[FORWARD]) & (held > limits)).any():
+                break  # at higher prices what fits is slower
         if self.solver.alone:
             # A few segments may need less beside what is kept than all of them do, or than their parts.
             half = np.repeat((plain + again)[:, None] / 2, len(times), axis=1)
-            near = wanted & np.isinf(found[FORWARD]) & (again[CONSTANT] + times * again[KEPT] <= _NEAR * limits)
+            near = wanted & np.isinf(found[FORWARD]) & (held <= _NEAR * limits)
             half[CONSTANT] = np.minimum(half[CONSTANT], limits - times * half[KEPT])
             found[:, near] = half[:, near]
         return found
