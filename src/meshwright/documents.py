@@ -324,7 +324,7 @@ def _stage(stage: Stage, cluster: Cluster, microbatches: int) -> dict[str, Any]:
         "gradient_exchange": stage.gradient_exchange,
         "remat": "layer" if stage.rematerialised else "none",
         "rematerialised": bool(stage.rematerialised),
-        "rematerialised_segments": sum(len(runs) for _, runs in stage.rematerialised),
+        "rematerialised_segments": stage.rematerialised_segments,
     }
 
 

@@ -57,7 +57,9 @@ def gathering_again(function: Callable[..., Any]) -> Callable[..., Any]:
     def changed(others: Any, parameters: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(others, parameters)
         first = len(jax.tree.leaves(others))
-        results = _called(_rewritten(_in_line(closed), first), jax.tree.leaves((others, parameters)))
+        # What gathers no weight stays as it was traced, its calls too.
+        rewritten = _rewritten(_in_line(closed), first) or closed
+        results = _called(rewritten, jax.tree.leaves((others, parameters)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return changed
@@ -85,7 +87,8 @@ class _Weight:
     bytes: int
 
 
-def _rewritten(closed: ClosedJaxpr, first_parameter: int) -> ClosedJaxpr:
+def _rewritten(closed: ClosedJaxpr, first_parameter: int) -> ClosedJaxpr | None:
+    """The program with its second gathers; None if it has none."""
     jaxpr = open_jaxpr(closed)
     of_parameters = _of_parameters(jaxpr, first_parameter)
     weights = _read_backward(jaxpr, of_parameters, first_parameter)
@@ -96,6 +99,8 @@ def _rewritten(closed: ClosedJaxpr, first_parameter: int) -> ClosedJaxpr:
         before = max(bisect_right(read_before, read_before[number] - one.bytes, hi=number + 1) - 1, 0)
         if one.gather is not None and weights[before].anchor < one.at:
             begun.setdefault(weights[before].anchor, []).append((one, one.gather, weights[before].value))
+    if not begun:
+        return None
     found: list[Equation] = []
     names: Env = {}
 
@@ -226,8 +231,11 @@ def _read_backward(jaxpr: Jaxpr, of_parameters: set[Any], first_parameter: int) 
 
 
 def _anchors(jaxpr: Jaxpr, of_parameters: set[Any], first: int) -> list[tuple[int, Any]]:
-    """The equations that read something of the backward pass, of which what first reads a weight there is known to be,
-    and what is made of that; and what each of them reads."""
+    """The equations that can only run once the backward pass has begun, with a value that each of them waits for.
+
+    That is known of what depends on the first equation of the backward pass, number `first`, that reads a weight. An
+    equation after the loss need not: it may read nothing but what the forward pass has kept.
+    """
     late: set[Any] = set()
     found = []
     for at, equation in enumerate(jaxpr.eqns[first:], start=first):

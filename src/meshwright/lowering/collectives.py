@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from math import prod
 from typing import Any
@@ -24,18 +24,22 @@ _ADDED_UP = ContextVar("added_up", default=False)
 
 
 @contextmanager
-def gradients_are_added_up(where: bool) -> Iterator[None]:
+def _set(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def gradients_are_added_up(where: bool) -> AbstractContextManager[None]:
     """While a program is traced: whether what its gradients are scattered to is added up over trips of a loop.
 
     XLA's TPU compiler would take such a scatter out of the loop, and add up whole gradients in it: as many bytes as
     ZeRO-3 saves (Gemma 3 4B on 32 v5e: 19.2 GiB instead of 14.3). A barrier behind it keeps it there. Behind a scatter
     in the body of a scan, which stacks its results, a barrier would only keep it from running beside the next trip.
     """
-    token = _ADDED_UP.set(where)
-    try:
-        yield
-    finally:
-        _ADDED_UP.reset(token)
+    return _set(_ADDED_UP, where)
 
 
 # The name, as `jax.checkpoint` has it, of what a loop has gathered, or resharded, of anything but parameters.
@@ -44,14 +48,9 @@ GATHERED = "meshwright_gathered"
 _NAMED = ContextVar("named", default=False)
 
 
-@contextmanager
-def gathers_are_named(where: bool) -> Iterator[None]:
+def gathers_are_named(where: bool) -> AbstractContextManager[None]:
     """While a program is traced: whether a policy asks for what it gathers of anything but parameters by its name."""
-    token = _NAMED.set(where)
-    try:
-        yield
-    finally:
-        _NAMED.reset(token)
+    return _set(_NAMED, where)
 
 
 def run_conversion(

@@ -166,6 +166,11 @@ class Stage:
         """Size of each mesh axis."""
         return dict(self.mesh)
 
+    @property
+    def rematerialised_segments(self) -> int:
+        """How many ranges of equations are rematerialised, each by itself."""
+        return sum(len(runs) for _, runs in self.rematerialised)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:

@@ -31,8 +31,7 @@ def reasons(microbatches: int, stage: Stage, roles: Sequence[AxisRole]) -> Itera
         if role.used_split:
             yield f"{_parameters_of(role.used_split)} split over {role.axis}: each device computes with its part only"
     yield from _unsummed(stage)
-    ranges = sum(len(runs) for _, runs in stage.rematerialised)
-    if ranges:
+    if ranges := stage.rematerialised_segments:
         what = f"activations of {counted(ranges, 'range')} of equations"
         yield f"rematerialised: {what} computed again in the backward pass"
 

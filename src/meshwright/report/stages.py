@@ -8,7 +8,7 @@ from ..plan import Plan, Stage
 from ..plan.words import mesh_words, number_runs, number_words, range_words
 from .groups import grouped
 from .memory import memory_words
-from .table import format_bytes, format_seconds, format_table
+from .table import counted, format_bytes, format_seconds, format_table
 
 # Of transfers, these many rows are shown, the slowest first.
 _MOST_EDGES = 12
@@ -53,9 +53,9 @@ def stage_table(plan: Plan, *, width: int | None = None) -> str:
 
 def _cells(stage: Stage) -> tuple[str, ...]:
     """What is printed of one stage and has to be equal in a row."""
-    segments = sum(len(runs) for _, runs in stage.rematerialised)
+    again = stage.rematerialised_segments
     return (
-        stage.device_kind, mesh_words(stage.mesh), str(segments) if segments else "none",
+        stage.device_kind, mesh_words(stage.mesh), counted(again, "segment") if again else "none",
         format_seconds(stage.forward_seconds), format_seconds(stage.backward_seconds),
         format_seconds(stage.synchronise_seconds), format_seconds(stage.update_seconds),
     )  # fmt: skip

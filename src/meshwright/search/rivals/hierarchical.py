@@ -94,7 +94,7 @@ def _choice(space: Space, found: SearchResult) -> Choice:
 
     if not found.stages:
         (stage,) = found.plan.stages
-        layers, remat = space.stages.layers(count), count_of(dict(stage.rematerialised))
+        layers, remat = space.stages.layers(count), stage.rematerialised_segments
         mesh = number(0, layers, space.stages.whole, tuple(stage.mesh))
         return Choice(count, (StageChoice(0, layers, space.stages.whole, mesh, remat),))
     stages = []

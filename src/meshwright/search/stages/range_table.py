@@ -92,8 +92,13 @@ def option_of(fields: Sequence[float], number: int) -> Option:
 def mixed(
     plain: np.ndarray, again: np.ndarray, limits: np.ndarray, times: np.ndarray, segments: np.ndarray
 ) -> np.ndarray:
-    """Ways to run ranges that compute as few of their segments again as fit memory: fields as in a table, seconds
-    infinite where some segments are too few, none are enough, or even all are too few.
+    """Ways to run ranges that compute as few of their segments again as fit memory: fields as in a table, infinite
+    where no segment has to be, or not even all are enough. A range of 4 segments that holds 10 bytes or, all computed
+    again, 2 has 3 of them computed again where 5 bytes are what there is:
+
+    >>> plain, again = (np.array([[1.0], [2.0], [0.0], [0.0], [0.0], [held], [r]]) for held, r in ((10.0, 0), (2.0, 1)))
+    >>> mixed(plain, again, np.array([5.0]), np.array([[1.0]]), np.array([4]))[[KEPT, AGAIN], 0, 0].tolist()
+    [4.0, 0.75]
 
     Args:
       plain: fields where nothing is computed again, `[field, range]`.
