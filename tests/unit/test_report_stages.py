@@ -103,7 +103,7 @@ def test_every_stage_is_in_one_row_that_is_true_of_it(kinds: list[Stage], layers
             assert row[3] == "x=4"
             assert stage.in_flight - 1 in flight
             assert row[6:9] == [
-                "1 segment" if stage.rematerialised else "none",
+                "1" if stage.rematerialised else "none",
                 format_seconds(stage.forward_seconds),
                 format_seconds(stage.backward_seconds),
             ]  # fmt: skip

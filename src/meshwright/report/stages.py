@@ -8,7 +8,7 @@ from ..plan import Plan, Stage
 from ..plan.words import mesh_words, number_runs, number_words, range_words
 from .groups import grouped
 from .memory import memory_words
-from .table import counted, format_bytes, format_seconds, format_table
+from .table import format_bytes, format_seconds, format_table
 
 # Of transfers, these many rows are shown, the slowest first.
 _MOST_EDGES = 12
@@ -18,7 +18,8 @@ _MOST_RUNS = 3
 
 
 def stage_table(plan: Plan, *, width: int | None = None) -> str:
-    """A row for stages that are alike: where they lie, what a device holds at most, their seconds.
+    """A row for stages that are alike: where they lie, what a device holds at most, how many of their segments are
+    rematerialised, their seconds.
 
     Stages are alike where all that is shown of each is equal, but for what a row gives a range or a maximum of: their
     layers and devices, the microbatches in flight, the memory. They have equal numbers of layers.
@@ -53,9 +54,8 @@ def stage_table(plan: Plan, *, width: int | None = None) -> str:
 
 def _cells(stage: Stage) -> tuple[str, ...]:
     """What is printed of one stage and has to be equal in a row."""
-    again = stage.rematerialised_segments
     return (
-        stage.device_kind, mesh_words(stage.mesh), counted(again, "segment") if again else "none",
+        stage.device_kind, mesh_words(stage.mesh), str(stage.rematerialised_segments or "none"),
         format_seconds(stage.forward_seconds), format_seconds(stage.backward_seconds),
         format_seconds(stage.synchronise_seconds), format_seconds(stage.update_seconds),
     )  # fmt: skip
