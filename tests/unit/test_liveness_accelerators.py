@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from meshwright._jax.ahead import has_cuda_compiler, has_tpu_compiler
 from meshwright._jax.dataflow import MEGACORE, WIDE, WIDEST, Kind, Operation, Program, Use, Value
 from meshwright._jax.liveness_adapter import dataflow_of
-from meshwright._jax.liveness_builder import _in_tiles
 from meshwright._jax.liveness_collectives import _group
+from meshwright._jax.tiles import elements_in_tiles
 from meshwright.api import plan_for, value_and_grad
 from meshwright.cluster import load_cluster
 from meshwright.cluster.hardware import compiler_of
@@ -249,11 +249,11 @@ def test_gpus_before_hopper_round_what_is_arithmetic_in_bfloat16_for_products_al
     assert {found.values[value].size_bytes // found.values[value].elements for value in product.uses} == {2}
 
 
-def test_tpus_keep_two_dims_in_tiles() -> None:
-    assert _in_tiles((8, 128)) == _in_tiles((128, 8)) == 1024
-    assert _in_tiles((32, 112, 112, 224)) == 32 * 112 * 112 * 256
-    assert _in_tiles((3, 3)) == 1024
-    assert _in_tiles((1, 7, 1)) == 7
+def test_tpus_keep_two_dimselements_in_tiles() -> None:
+    assert elements_in_tiles((8, 128)) == elements_in_tiles((128, 8)) == 1024
+    assert elements_in_tiles((32, 112, 112, 224)) == 32 * 112 * 112 * 256
+    assert elements_in_tiles((3, 3)) == 1024
+    assert elements_in_tiles((1, 7, 1)) == 7
 
 
 def _scanned(x: jax.Array, weights: jax.Array) -> jax.Array:

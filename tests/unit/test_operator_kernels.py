@@ -424,3 +424,13 @@ def test_what_depends_on_no_input_is_free_where_it_is_fused() -> None:
     for one in masks:
         choices = operator_choices(graph, one, prices.sizes, of_parameters=False)
         assert not prices.of_operator(graph, one, choices, ()).forward_seconds.any()
+
+
+def test_on_tpus_values_are_held_in_whole_tiles_of_their_blocks() -> None:
+    graph = product_graph()
+    value = next(v for v in graph.values if v.shape == (3, 8, 20))
+    specs = SpecRow([Spec.replicated(3), Spec(((), ("x",), ()))])
+    for name, bytes_held in (("dgx-a100-80", [4 * 480, 4 * 240]), ("tpu-v5e:8", [4 * 3 * 8 * 128, 4 * 3 * 8 * 128])):
+        cluster = load_cluster(name)
+        prices = prices_of(cluster.logical_mesh((4, 2), ("y", "x")), cluster.device)
+        assert prices.held_bytes(value, specs).tolist() == bytes_held

@@ -31,6 +31,7 @@ from meshwright._jax.barriers import barriers_hold
 from meshwright._jax.dataflow import WIDE, WIDEST, Kind, Operation, Program, Value
 from meshwright._jax.jaxpr import is_literal
 from meshwright._jax.liveness_layouts import Layouts
+from meshwright._jax.tiles import elements_in_tiles
 
 # From JAX 0.11 XLA's CPU backend multiplies most bfloat16 matrices as they are; before, it made float32 copies of all.
 _BFLOAT16_PRODUCTS = jax.__version_info__ >= (0, 11)
@@ -55,16 +56,6 @@ def _counted(shape: Sequence[int]) -> tuple[int, ...]:
 def _places(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
     """Which of the counted dims of a shape these dims are."""
     return [len(_counted(shape[:dim])) for dim in dims if shape[dim] != 1]
-
-
-def _in_tiles(shape: Sequence[int]) -> int:
-    """Elements that an array takes on a TPU, which keeps two dims in tiles of 8 x 128: those that fit best."""
-    dims = [size for size in shape if size != 1]
-    elements = math.prod(dims)
-    if len(dims) < 2 or not elements:
-        return elements
-    pairs = itertools.permutations(dims, 2)
-    return min(elements // (a * b) * (-(-a // 8) * 8) * (-(-b // 128) * 128) for a, b in pairs)
 
 
 class Builder:
@@ -149,7 +140,7 @@ class Builder:
         """A new value of this shape and dtype."""
         itemsize = getattr(dtype, "itemsize", 0) or 0
         elements = math.prod(shape)
-        stored = _in_tiles(shape) if self.on_tpu else elements
+        stored = elements_in_tiles(shape) if self.on_tpu else elements
         self.values.append(Value(size_bytes=stored * itemsize, elements=elements, rank=sum(dim != 1 for dim in shape)))
         self.types.append((shape, dtype))
         self._alike.append(len(self.values) - 1)

@@ -204,7 +204,7 @@ class IntraOpProblem:
                     specs = self._constraints.roles.input(graph, index, specs)
                 specs = self._constraints.input(value.name, specs, self.sizes)
                 row = SpecRow(specs)
-                held = value.bytes * self.microbatches / self.prices.shards(row)
+                held = self.microbatches * self.prices.held_bytes(value, row)
                 # Whatever a device is given has to be written to its memory.
                 node = self._node(row, elementwise_seconds(1.0, self.prices.device) * held)
                 self._input_bytes[node] = held
@@ -348,7 +348,7 @@ class IntraOpProblem:
 
     def local_bytes(self, index: int, specs: SpecRow) -> np.ndarray:
         """Bytes of a value on one device, by how it is split."""
-        return self.graph.values[index].bytes / self.prices.shards(specs)
+        return self.prices.held_bytes(self.graph.values[index], specs)
 
     def _conversions(self, index: int, sources: SpecRow, targets: SpecRow, runs: int, times: float) -> np.ndarray:
         """So many conversions of a value in each microbatch of a step, as a table that is not to be changed."""

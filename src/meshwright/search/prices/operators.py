@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ..._jax.tiles import elements_in_tiles
 from ...cluster import Device, LogicalMesh
 from ...cost.collective import collective_seconds
 from ...cost.efficiency import SLICED_BACKWARD, profile_of
 from ...cost.kernels import Kernel, kernel_seconds
-from ...program.graph import Graph, Operator, once_for_each
+from ...program.graph import Graph, Operator, Value, once_for_each
 from ...program.halo import halo_bytes
 from ...program.origins import operator_origins
 from ...program.parameter_values import values_of_parameters
@@ -115,6 +116,8 @@ class Prices:
         self._strided_seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
         self._shards: dict[SpecRow, np.ndarray] = {}
+        self._held: dict[tuple[tuple[int, ...], float, SpecRow], np.ndarray] = {}
+        self._in_tiles = device.compiler.startswith("tpu")
         self._shared: dict[tuple[SpecRow, tuple[SpecRow, ...]], SpecRow] = {}
         self._kernels: dict[Kernel, float] = {}
         # What problems on this mesh have found out of operators (by roles, None for none) and parameters, by what tells
@@ -207,6 +210,20 @@ class Prices:
         if specs not in self._shards:
             self._shards[specs] = np.array([spec.shards(self.sizes) for spec in specs], dtype=float)
         return self._shards[specs]
+
+    def held_bytes(self, value: Value, specs: SpecRow) -> np.ndarray:
+        """Bytes that a value takes on a device if it is split in each of these ways: on TPUs those of whole tiles."""
+        if not self._in_tiles:
+            return value.bytes / self.shards(specs)
+        key = value.shape, value.itemsize, specs
+        if key not in self._held:
+            self._held[key] = np.array([self._bytes_in_tiles(value, spec) for spec in specs])
+        return self._held[key]
+
+    def _bytes_in_tiles(self, value: Value, spec: Spec) -> float:
+        blocks = (prod(self.sizes[axis] for axis in axes) for axes in spec.dims)
+        local = [size // count for size, count in zip(value.shape, blocks, strict=True)]
+        return float(elements_in_tiles(local) * value.itemsize)
 
     def operator(
         self, graph: Graph, operator: Operator, algorithm: Algorithm, *, forward_runs: int
