@@ -434,3 +434,61 @@ def test_on_tpus_values_are_held_in_whole_tiles_of_their_blocks() -> None:
         cluster = load_cluster(name)
         prices = prices_of(cluster.logical_mesh((4, 2), ("y", "x")), cluster.device)
         assert prices.held_bytes(value, specs).tolist() == bytes_held
+
+
+def rounding_graph(dtype: Any) -> Graph:
+    """A product of operands that are rounded by the largest element of the first, [64, 32] x [32, 16]."""
+
+    def narrow(x: Any) -> Any:
+        return x.astype(dtype)
+
+    @jax.custom_vjp
+    def product(x: Any, w: Any) -> Any:
+        return jnp.dot(narrow(x / jnp.max(jnp.abs(x))), narrow(w), preferred_element_type=jnp.float32)
+
+    def backward(kept: Any, g: Any) -> Any:
+        x, w = map(narrow, kept)
+        return narrow(g).astype(jnp.float32) @ w.astype(jnp.float32).T, x.astype(jnp.float32).T @ g
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+    return graph_of(lambda p, x: jnp.sum(product(jnp.tanh(x), p)), array(32, 16), array(64, 32))
+
+
+def test_what_a_call_reduces_inside_has_a_collective_where_it_is_split() -> None:
+    graph = rounding_graph(jnp.float32)
+    call = found(graph, "custom_vjp_call")
+    prices = prices_of(load_cluster("dgx-a100-80").logical_mesh((4, 2), ("y", "x")), A100)
+    seen = set()
+    for choice in operator_choices(graph, call, prices.sizes, of_parameters=False):
+        axes = {axis for dim in choice.algorithm.operands[0].dims for axis in dim}
+        inner = prices.inner_collectives(graph, call, choice.algorithm)
+        # One number, whatever else is split; the gradients' sums are those of operands.
+        assert [(one.kind, one.size_bytes, {*one.axes}) for one in inner] == [("all_reduce", 4.0, axes)] * bool(axes)
+        seen.add(frozenset(axes))
+    assert seen == {frozenset(some) for some in ("", "x", "y", "xy")}
+
+
+def test_a_call_runs_its_products_in_their_type_and_its_derivative_as_often_as_it_has_some() -> None:
+    graph = rounding_graph(jnp.float8_e4m3fn)
+    call = found(graph, "custom_vjp_call")
+    assert call.multiplied == "float8_e4m3fn"
+    (whole,) = (one for one in algorithms(graph, call) if not any(one.axes))
+    of = kernels(graph, call, whole)
+    assert of.forward.dtype == "float8_e4m3fn"
+    assert sum(one.runs for one in of.gradients) == pytest.approx(2.0)
+
+
+def test_products_of_8_bits_run_in_16_where_there_are_no_units_for_them() -> None:
+    for cluster, wanted in (("dgx-h100", "float8_e4m3fn"), ("dgx-a100-80", "bfloat16"), ("p3.16xlarge", "float16")):
+        assert load_cluster(cluster).device.multiplied_as("float8_e4m3fn") == wanted
+    assert load_cluster("p3.16xlarge").device.multiplied_as("bfloat16") == "float32"
+
+
+def test_numbers_of_rows_are_not_what_a_mixture_multiplies() -> None:
+    def step(p: Any, x: Any, sizes: Any) -> Any:
+        value, gradient = mw.value_and_grad(lambda p: jnp.sum(jnp.sin(jax.lax.ragged_dot(x, p, sizes))))(p)
+        return p - gradient, value
+
+    operands = (array(4, 16, 8, dtype=jnp.bfloat16), array(64, 16, dtype=jnp.bfloat16), array(4, dtype=jnp.int32))
+    graph = Traces(step).program(operands).graph
+    assert found(graph, "ragged_dot_general").multiplied == "bfloat16"

@@ -130,8 +130,14 @@ class Device:
         return self.memory_bytes * self.usable_memory_fraction
 
     def achievable_flops(self, dtype: str) -> float:
-        """FLOP/s that a large matmul of `dtype` reaches; a dtype without a peak of its own runs as float32."""
-        return self.peak_flops.get(dtype, self.peak_flops["float32"]) * self.efficiency
+        """FLOP/s that a large matmul of `dtype` reaches (`multiplied_as`)."""
+        return self.peak_flops[self.multiplied_as(dtype)] * self.efficiency
+
+    def multiplied_as(self, dtype: str) -> str:
+        """The dtype that products of `dtype` run in: where it has no peak of its own numbers of 8 bits are widened to
+        16, all others to float32."""
+        wider = (dtype, "bfloat16", "float16") if dtype.startswith("float8") else (dtype,)
+        return next((one for one in wider if one in self.peak_flops), "float32")
 
 
 def slowest_device(devices: Sequence[Device]) -> Device:

@@ -106,7 +106,8 @@ def arithmetic_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfil
     take no less together."""
     if kernel.kind in ("fused", "stored", "transpose"):
         return 0.0
-    peak = device.peak_flops.get(kernel.dtype, device.peak_flops["float32"])
+    dtype = device.multiplied_as(kernel.dtype)
+    peak = device.peak_flops[dtype]
     if kernel.kind == "attention":
         seen, size = kernel.shape
         # cuDNN on H100, FLOP/s with heads of 64 to those of 128: 413 to 595 (Shah et al. 2024, FlashAttention-3,
@@ -115,7 +116,7 @@ def arithmetic_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfil
         return seen * kernel.flops / (profile.attention * narrow * peak)
     if kernel.kind == "convolution":
         return kernel.flops / (profile.convolution * peak)
-    reached = profile.narrow if kernel.dtype.startswith("float8") else profile.matmul
+    reached = profile.narrow if dtype.startswith("float8") else profile.matmul
     return kernel.flops / (reached * peak)
 
 

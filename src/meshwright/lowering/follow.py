@@ -1,7 +1,7 @@
 """Programs inside calls, evaluated on shards by following their operands' specs.
 
 A call (`custom_jvp_call`, `custom_vjp_call`, `cond`, `while`) is planned as one operator, split only along dims that
-pass through it untouched. Its equations need no plan: each is split the way its operands are.
+its forward and its backward program have in common. Its equations need no plan: each is split the way its operands are.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Follower:
             return self._differentiable(equation, algorithm, specs, operands)
         values = [LocalValue(x, s, self._sizes) for x, s in zip(operands, specs, strict=True)]
         made = self._equation(equation, values)
-        return [value.read(spec) for value, spec in zip(made, algorithm.results, strict=True)]
+        return [_settle(value, spec) for value, spec in zip(made, algorithm.results, strict=True)]
 
     def _differentiable(
         self, equation: Equation, algorithm: Algorithm, specs: Sequence[Spec], operands: Sequence[Any]
@@ -86,7 +86,7 @@ class Follower:
         def forward(*shards: Any) -> tuple[list[Any], list[Any]]:
             values = [LocalValue(x, s, self._sizes) for x, s in zip(shards, specs, strict=True)]
             made = self.program(parts.forward, values)
-            outs = [v.read(s) for v, s in zip(made[:num_results], algorithm.results, strict=True)]
+            outs = [_settle(v, s) for v, s in zip(made[:num_results], algorithm.results, strict=True)]
             residuals = made[num_results:]
             residual_specs[:] = [Spec(v.spec.dims) for v in residuals]
             return outs, [v.read(s) for v, s in zip(residuals, residual_specs, strict=True)]
@@ -95,12 +95,18 @@ class Follower:
             values = [LocalValue(x, s, self._sizes) for x, s in zip(residuals, residual_specs, strict=True)]
             for spec, smooth, cotangent in zip(algorithm.results, parts.results, cotangents, strict=True):
                 if smooth:
-                    values.append(LocalValue(cotangent, spec, self._sizes))
+                    # Of a partial result it is whole, of one with a broadcast cotangent partial.
+                    values.append(LocalValue(cotangent, Spec(spec.dims, partial=spec.broadcast), self._sizes))
             grads = iter(self.program(parts.backward, values))
             found = []
-            for spec, smooth in zip(algorithm.operands, parts.operands, strict=True):
-                # The operand's cotangent is partial exactly over the axes it is broadcast over.
-                found.append(_settle(next(grads), Spec(spec.dims, partial=spec.broadcast)) if smooth else None)
+            for spec, operand, smooth in zip(algorithm.operands, equation.invars, parts.operands, strict=True):
+                if not smooth:
+                    found.append(None)
+                    continue
+                # The operand's cotangent is partial exactly over the axes it is broadcast over. JAX lets rules give
+                # cotangents in a wider type.
+                cotangent = _settle(next(grads), Spec(spec.dims, partial=spec.broadcast))
+                found.append(cotangent.astype(operand.aval.dtype))
             return tuple(found)
 
         @jax.custom_vjp
@@ -256,7 +262,7 @@ def _common_partial(equation: Equation, operands: Sequence[LocalValue]) -> froze
 
 def _settle(value: LocalValue, spec: Spec) -> Any:
     if value.spec != spec and spec.partial and not value.spec.partial:
-        # A cotangent that came out whole where a partial one is due: one device of each group keeps it.
+        # What came out whole where a partial value is due: one device of each group keeps it.
         first = lax.axis_index(tuple(sorted(spec.partial))) == 0
         whole = value.read(Spec(spec.dims))
         return jax.numpy.where(first, whole, jax.numpy.zeros_like(whole))

@@ -23,7 +23,7 @@ from .._jax.jaxpr import (
 from .._jax.random import is_key
 from .derivative import cotangents
 from .factors import Composer, Rule
-from .flops import equation_flops
+from .flops import equation_flops, multiplied
 from .graph import Graph, Operator, Path, Value
 from .local import COMBINE
 from .rules import Rules, is_call
@@ -219,6 +219,7 @@ class _Builder:
         operators = []
         for index, raw in enumerate(self.raw):
             flops, matmul = equation_flops(raw.equation) if raw.equation is not None else (0.0, False)
+            product = raw.equation if matmul else None
             operators.append(
                 Operator(
                     index=index,
@@ -236,6 +237,8 @@ class _Builder:
                     region=raw.region,
                     flops=flops,
                     matmul=matmul,
+                    multiplied="" if product is None else multiplied(product),
+                    backward_flops=None if product is None or not passed[index] else rules.backward_flops(product),
                     differentiated=passed[index],
                     source=raw.source,
                 )

@@ -89,7 +89,8 @@ class Cut:
         operators = tuple(
             (
                 op.name, renumbered(op.operands), renumbered(op.results), op.rule, op.combine, op.repeats,
-                op.outer_repeats, op.operand_repeats, place(op.region), op.flops, op.matmul, op.differentiated,
+                op.outer_repeats, op.operand_repeats, place(op.region), op.flops, op.multiplied, op.backward_flops,
+                op.matmul, op.differentiated,
             )
             for op in self.inside
         )  # fmt: skip

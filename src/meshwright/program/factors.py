@@ -10,7 +10,7 @@ anywhere are one factor, and a factor is split where one operation sees a dim as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -48,6 +48,23 @@ class Factor:
     with_factor: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class InnerReduction:
+    """A reduction inside a call: where what it reduces is split, an all-reduce completes it before it is read.
+
+    Args:
+      over: the factors that it reduces.
+      dims: for each dim of its result the factors.
+      size_bytes: of its result, unsplit.
+      backward: whether the derivative makes it.
+    """
+
+    over: tuple[int, ...]
+    dims: Dims
+    size_bytes: float
+    backward: bool
+
+
 @dataclass(frozen=True)
 class Rule:
     """The factors of one operator.
@@ -56,6 +73,7 @@ class Rule:
       operands: for each operand, for each dim, the indices of its factors, major first.
       results: the same for results.
       factors: the factors by index.
+      inside: of a call, what is reduced inside over factors that may be split.
 
     >>> matmul = Rule(
     ...     operands=(((0,), (2,)), ((2,), (1,))),
@@ -69,6 +87,7 @@ class Rule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     factors: tuple[Factor, ...]
+    inside: tuple[InnerReduction, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -76,7 +95,7 @@ class Rule:
     @cached_property
     def _hash(self) -> int:
         # Rules are part of what tells operators apart, of which a search asks a hundred thousand times: hashed once.
-        return hash((self.operands, self.results, self.factors))
+        return hash((self.operands, self.results, self.factors, self.inside))
 
     @cached_property
     def splittable(self) -> tuple[int, ...]:
@@ -101,7 +120,7 @@ class Rule:
         """The same rule with the factors `whole` not to be split."""
         chosen = set(whole)
         factors = tuple(Factor(f.size, "whole") if i in chosen else f for i, f in enumerate(self.factors))
-        return Rule(self.operands, self.results, factors)
+        return replace(self, factors=factors)
 
 
 def whole_rule(operand_shapes: Sequence[Sequence[int]], result_shapes: Sequence[Sequence[int]]) -> Rule:
@@ -127,6 +146,13 @@ class Composer:
         self._size: list[int] = []
         self._kind: list[FactorKind] = []
         self._split: dict[int, tuple[int, int]] = {}
+        self._reduced: list[tuple[Sequence[int], Sequence[Sequence[int]], float, bool]] = []
+
+    def reduce(
+        self, over: Sequence[int], result: Sequence[Sequence[int]], size_bytes: float, *, backward: bool
+    ) -> None:
+        """Say that atoms are reduced inside, to a tensor of these dims (`InnerReduction`)."""
+        self._reduced.append((over, result, size_bytes, backward))
 
     def atom(self, size: int, kind: FactorKind = "parallel") -> int:
         """A new index that relates to nothing yet."""
@@ -216,7 +242,18 @@ class Composer:
 
         # Factors found in results are free of reduction there: a reduction never appears in a result.
         operand_dims = tuple(number(tensor) for tensor in operands)
-        return Rule(operand_dims, tuple(number(tensor) for tensor in results), tuple(factors))
+        result_dims = tuple(number(tensor) for tensor in results)
+
+        def outside(dim: Sequence[int]) -> tuple[int, ...]:
+            return tuple(index[root] for root in self.atoms(dim) if root in index)
+
+        # What is inside alone is never split.
+        inside = (
+            InnerReduction(outside(over), tuple(map(outside, result)), size, backward)
+            for over, result, size, backward in self._reduced
+        )
+        split = (one for one in inside if any(factors[f].kind != "whole" for f in one.over))
+        return Rule(operand_dims, result_dims, tuple(factors), tuple(split))
 
 
 def compose(lowered: Lowered, operand_shapes: Sequence[Sequence[int]], *, masks: bool = False) -> Rule:

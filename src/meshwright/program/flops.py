@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._jax import attention, cudnn
 from .._jax.convolution_flops import SpaceDim, convolution_flops
-from .._jax.jaxpr import Equation, is_remat, open_jaxpr, scan_parts
+from .._jax.jaxpr import Equation, is_literal, is_remat, open_jaxpr, scan_parts
 from .._jax.own_kernels import said_flops
 from .._jax.pallas import kernel_flops, slices_read
 
@@ -105,6 +108,33 @@ def equation_flops(equation: Equation) -> tuple[float, bool]:
         return 0.0, False
     operands = max((_size(v) for v in equation.invars), default=0)
     return float(max(operands, max((_size(v) for v in equation.outvars), default=0))), False
+
+
+def multiplied(equation: Equation) -> str:
+    """The dtype that most of an equation's FLOPs in matrix products or convolutions multiply in, the wider one of the
+    two operands'; of a call that of the products inside. Empty where there are none."""
+    return max(_multiplied(equation), default=(0.0, ""))[1]
+
+
+def _multiplied(equation: Equation) -> list[tuple[float, str]]:
+    flops, matmul = equation_flops(equation)
+    if not matmul:
+        return []
+    if equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        inside = open_jaxpr(equation.params["call_jaxpr"]).eqns
+        found = [one for inner in inside for one in _multiplied(inner)]
+        return found if any(dtype for _, dtype in found) else [(flops, _wider(equation.invars))]
+    if is_remat(equation) or "jaxpr" in equation.params:
+        return [one for inner in open_jaxpr(equation.params["jaxpr"]).eqns for one in _multiplied(inner)]
+    return [(flops, _wider(equation.invars))]
+
+
+def _wider(atoms: Sequence[Any]) -> str:
+    """Units multiply what they are given and sum in what is asked for: the wider operand says how fast. Numbers of rows
+    and other whole numbers beside arrays of real ones are not multiplied."""
+    dtypes = [atom.aval.dtype for atom in atoms if not is_literal(atom) and hasattr(atom.aval, "dtype")]
+    real = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    return str(max(real or dtypes, key=lambda dtype: dtype.itemsize)) if dtypes else ""
 
 
 def _size(atom: Any) -> int:

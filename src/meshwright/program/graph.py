@@ -69,6 +69,10 @@ class Value:
         return new
 
 
+# What holds a program and is run as one operator.
+CALLS = frozenset(["custom_jvp_call", "custom_vjp_call", "cond", "while"])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """One equation, or a link of a scan.
@@ -88,6 +92,9 @@ class Operator:
       region: the rematerialised region it is in (the path of its `jax.checkpoint`), None if its results are kept.
       flops: multiply-adds counted as two, of one run of the whole (unsplit) operator.
       matmul: whether the FLOPs are those of a matrix product or convolution.
+      multiplied: the dtype that these multiply in; empty where it is none.
+      backward_flops: of a call the FLOPs of products in one run of its derivative; None where they follow from those of
+        the forward pass.
       differentiated: whether a cotangent passes through it.
       source: the user's line, for reports.
     """
@@ -105,8 +112,15 @@ class Operator:
     region: Path | None
     flops: float
     matmul: bool
+    multiplied: str
+    backward_flops: float | None
     differentiated: bool
     source: str
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it holds a program and is run as one operator."""
+        return self.name in CALLS
 
     @property
     def is_link(self) -> bool:

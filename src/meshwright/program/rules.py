@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Sequence, Set as AbstractSet
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 from .._jax.effects import first_effect, in_custom_derivative
 from .._jax.jaxpr import (
@@ -17,6 +18,7 @@ from .._jax.jaxpr import (
     Jaxpr,
     Vjp,
     custom_jvp_of,
+    eliminate_dead_code,
     inline,
     is_literal,
     is_remat,
@@ -29,11 +31,12 @@ from .._jax.pallas import grid_of, is_pallas_call
 from .._jax.shardy import lower_with_rules
 from .._jax.sorted_rows import is_sorted_rows
 from .factors import Composer, Rule, compose, whole_rule
+from .flops import equation_flops
+from .graph import CALLS
 from .kernels import is_kernel, kernel_rule
 from .local import ON_ELEMENTS, has_keys, restrict
 from .sorted_rule import sorted_rule
 
-_CALLS = ("custom_jvp_call", "custom_vjp_call", "cond", "while")
 # One element in, one out; a partial sum passes through unchanged.
 _LINEAR = ("convert_element_type", "reshape", "transpose", "neg", "broadcast_in_dim", "squeeze", "reduce_sum")
 
@@ -44,7 +47,7 @@ class ReplicationWarning(UserWarning):
 
 def is_call(equation: Equation) -> bool:
     """Whether an equation holds a program and is run as one operator."""
-    return equation.primitive.name in _CALLS
+    return equation.primitive.name in CALLS
 
 
 def call_bodies(equation: Equation) -> list[Jaxpr]:
@@ -144,6 +147,13 @@ class Rules:
             self._derivatives[key] = parts
         return self._derivatives[key]
 
+    def backward_flops(self, equation: Equation) -> float | None:
+        """FLOPs of products in one run of the derivative of a call that is differentiated; None of anything else."""
+        if equation.primitive.name not in ("custom_jvp_call", "custom_vjp_call"):
+            return None
+        inside = [equation_flops(inner) for inner in open_jaxpr(self.derivative(equation).backward).eqns]
+        return sum(flops for flops, is_product in inside if is_product)
+
     def rule(self, equation: Equation, *, differentiated: bool) -> Rule:
         """The rule of one equation, restricted to what can be executed on shards."""
         key = (self._signature(equation), differentiated)
@@ -178,11 +188,18 @@ class Rules:
         results = [composer.tensor(v.aval.shape) for v in equation.outvars]
         name = equation.primitive.name
         if differentiated and name in ("custom_jvp_call", "custom_vjp_call", "cond"):
-            parts = self.derivative(equation)
-            made = self._pass(composer, open_jaxpr(parts.forward), operands)
+            parts, straight = self.derivative(equation), name != "cond"
+            forward, backward = open_jaxpr(parts.forward), open_jaxpr(parts.backward)
+            # A single result may be left partial, as that of a product.
+            single = straight and len(results) == 1
+            sums = _reaches_linearly(forward, forward.outvars[:1]) if single else frozenset[Any]()
+            made = self._pass(composer, forward, operands, sums=sums, reduces="forward" if straight else None)
             _unify_all(composer, made[: len(results)], results)
             cotangents = [r for r, smooth in zip(results, parts.results, strict=True) if smooth]
-            back = self._pass(composer, open_jaxpr(parts.backward), [*made[len(results) :], *cotangents], sums=True)
+            back = self._pass(
+                composer, backward, [*made[len(results) :], *cotangents],
+                sums=_reaches_linearly(backward, backward.outvars), reduces="backward" if straight else None,
+            )  # fmt: skip
             _unify_all(composer, back, [o for o, smooth in zip(operands, parts.operands, strict=True) if smooth])
         elif name == "cond":
             for branch in call_bodies(equation):
@@ -199,8 +216,9 @@ class Rules:
         elif is_remat(equation):
             _unify_all(composer, self._pass(composer, open_jaxpr(equation.params["jaxpr"]), operands), results)
         else:
-            (body,) = call_bodies(equation)
-            _unify_all(composer, self._pass(composer, body, operands), results)
+            body = open_jaxpr(eliminate_dead_code(inline(equation.params["call_jaxpr"], caller=equation)))
+            sums = _reaches_linearly(body, body.outvars) if len(results) == 1 else frozenset[Any]()
+            _unify_all(composer, self._pass(composer, body, operands, sums=sums, reduces="forward"), results)
         return composer.rule(operands, results)
 
     def _scan_inside_call(self, composer: Composer, equation: Equation, operands: Any, results: Any) -> None:
@@ -215,14 +233,13 @@ class Rules:
         _unify_all(composer, carry, results[: parts.num_carry])
         _unify_all(composer, made[parts.num_carry :], [tensor[1:] for tensor in results[parts.num_carry :]])
 
-    def _pass(self, composer: Composer, jaxpr: Jaxpr, operands: Sequence[Any], *, sums: bool = False) -> list[Any]:
-        """Relate the dims of a program's inputs to those of its outputs, given back.
-
-        With `sums`, a reduction whose result reaches only outputs, and linearly, may be split: the output is then
-        partial, as the cotangent of an operand without that factor has to be.
-        """
+    def _pass(
+        self, composer: Composer, jaxpr: Jaxpr, operands: Sequence[Any], *, sums: AbstractSet[Any] = frozenset(),
+        reduces: Literal["forward", "backward"] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Relate the dims of a program's inputs to those of its outputs, given back; the rest as of `relate`."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-        self.relate(composer, jaxpr.eqns, env, summed=_reaches_outputs_linearly(jaxpr) if sums else frozenset())
+        self.relate(composer, jaxpr.eqns, env, summed=sums, reduces=reduces)
         return [composer.tensor(a.aval.shape) if is_literal(a) else env[a] for a in jaxpr.outvars]
 
     def relate(
@@ -232,13 +249,17 @@ class Rules:
         env: dict[Any, Any],
         *,
         summed: AbstractSet[Any] = frozenset(),
+        reduces: Literal["forward", "backward"] | None = None,
     ) -> None:
         """Identify dims of a program's variables that are one index.
 
         Args:
           equations: in program order.
           env: dims of each variable known so far; extended.
-          summed: variables that may be left partial by the reduction that makes them.
+          summed: variables that may be left partial by the reduction that makes them: forward they leave the result
+            partial, backward the cotangent of an operand without that factor, as it has to be.
+          reduces: in which pass the program runs, where what other reductions make may be completed by collectives
+            inside; None where none may be, in loops and branches.
         """
 
         def read(atom: Any) -> Any:
@@ -259,22 +280,41 @@ class Rules:
             for tensor, dims in zip(tensors, (*rule.operands, *rule.results), strict=True):
                 for dim, factors in zip(tensor, dims, strict=True):
                     composer.unify(dim, [atoms[f] for f in factors])
-            is_summed = equation.outvars and all(v in summed for v in equation.outvars)
+            reduced = [atom for atom, factor in zip(atoms, rule.factors, strict=True) if factor.kind == "reduction"]
             for atom, factor in zip(atoms, rule.factors, strict=True):
-                if factor.kind in ("whole", "spatial", "circulating") or (factor.kind == "reduction" and not is_summed):
+                if factor.kind in ("whole", "spatial", "circulating"):
                     composer.mark([atom], "whole")
+            if equation.outvars and all(v in summed for v in equation.outvars):
+                if reduces == "forward":
+                    composer.mark(reduced, "reduction")
+            elif reduces is None:
+                composer.mark(reduced, "whole")
+            elif reduced:
+                size = sum(float(prod(v.aval.shape) * v.aval.dtype.itemsize) for v in equation.outvars)
+                composer.reduce(reduced, outs[0], size, backward=reduces == "backward")
+            for one in rule.inside:  # of a call in this one
+                over = [atoms[f] for f in one.over]
+                if reduces is None:
+                    composer.mark(over, "whole")
+                else:
+                    result = [[atoms[f] for f in dim] for dim in one.dims]
+                    composer.reduce(over, result, one.size_bytes, backward=reduces == "backward")
 
 
-def _reaches_outputs_linearly(jaxpr: Jaxpr) -> set[Any]:
+def _reaches_linearly(jaxpr: Jaxpr, targets: Iterable[Any]) -> AbstractSet[Any]:
+    """The variables of a program that reach these outputs of it alone, and linearly."""
     users: dict[Any, list[Equation]] = {}
     for equation in jaxpr.eqns:
         for atom in equation.invars:
             if not is_literal(atom):
                 users.setdefault(atom, []).append(equation)
     good: set[Any] = set()
-    outputs = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    outputs = {atom for atom in targets if not is_literal(atom)}
+    others = {atom for atom in jaxpr.outvars if not is_literal(atom)} - outputs
     for equation in reversed(jaxpr.eqns):
         for var in equation.outvars:
+            if var in others:
+                continue
             uses = users.get(var, [])
             if all(u.primitive.name in _LINEAR and all(o in good for o in u.outvars) for u in uses) and (
                 uses or var in outputs

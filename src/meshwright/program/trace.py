@@ -30,6 +30,7 @@ from .graph import Graph
 from .marking import NO_MARKS, Marks
 from .places import notes_on_draws, placed
 from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
+from .replaced import refuse_replaced
 from .rules import Rules
 from .state import StateLeaf
 from .step_notes import step_notes
@@ -211,6 +212,7 @@ def trace_program(
         effects = with_examples(effects, in_loss, microbatches)
         effects = replace(effects, run=lambda values, _: whole.effects.run(values, in_loss))
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
+        refuse_replaced(open_jaxpr(full_core), whole.rules, microbatches)
         # Who says how microbatches combine lets each have statistics of its own.
         core = with_whole_literals(full_core, core)
         found = with_batch_statistics(full_core, core, microbatches, split_dims, whole.rules, sizes_alone=given)

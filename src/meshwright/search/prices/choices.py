@@ -49,10 +49,13 @@ def operator_choices(graph: Graph, operator: Operator, sizes: Mapping[str, int],
 
     Args:
       of_parameters: whether it depends on parameters alone. Then its cotangents may also stay partial (a derivative is
-        linear in its cotangents), so that a cast or reshape of a parameter does not force the sum of its gradient.
+        linear in its cotangents), so that a cast or reshape of a parameter does not force the sum of its gradient. That
+        of a call need not be: a custom rule may clip what it is given.
     """
     moving = tuple(v is not None and graph.values[v].differentiated for v in operator.operands)
-    shared = operator.name in ("scan_const", "scan_slice") or (of_parameters and operator.differentiated)
+    shared = operator.name in ("scan_const", "scan_slice") or (
+        of_parameters and operator.differentiated and not operator.is_call
+    )
     splits = splits_of(operator.rule, tuple(sizes.items()))
     return _operator_choices(splits, moving, shared, operator.combine in ("max", "min"))
 

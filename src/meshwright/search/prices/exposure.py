@@ -169,7 +169,7 @@ def reading_products(graph: Graph) -> Mapping[int, Reading]:
         read = {v for v in operator.operands if v is not None and v in of_parameters}
         results = [v for v in operator.results if v is not None]
         if not all(v in of_parameters for v in results):
-            own = [Reading(operator.flops, graph.values[v].dtype) for v in read] if operator.matmul else []
+            own = [Reading(operator.flops, operator.multiplied)] * len(read) if operator.matmul else []
             shares = dict(zip(read, own, strict=False))
         else:
             behind = max((found[v] for v in results if v in found), default=None)

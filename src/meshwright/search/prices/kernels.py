@@ -54,9 +54,6 @@ class KernelsOf:
         self._moving = moving if operator.differentiated else []
         self._bytes = [0.0 if value is None else value.bytes for value in operands]
         self._made_bytes = [0.0 if v is None else graph.values[v].bytes for v in operator.results]
-        # Units multiply what they are given and sum in what is asked for: the wider operand says how fast.
-        multiplied = [value for value in operands if value is not None]
-        self._dtype = max(multiplied, key=lambda value: value.itemsize).dtype if multiplied else "float32"
         self._is_free = not stored and is_constant(graph, operator)
         self._extents = [factor.size for factor in operator.rule.factors]
         self._sliced = sliced_operands(graph, operator)
@@ -77,7 +74,9 @@ class KernelsOf:
                 # Each product has the gradients of two operands, however many a mixture reads.
                 kernel = Kernel("product", *whole, self._of_groups(cuts))
                 return _again(kernel, self._moving, min(2.0, len(self._moving)))
-            return _again(Kernel("product", *whole), self._moving, float(len(self._moving)))
+            backward = self._operator.backward_flops
+            runs = backward / self._operator.flops if backward and self._operator.flops else float(len(self._moving))
+            return _again(Kernel("product", *whole), self._moving, runs)
         work = chain_flops(self._operator) / parts_of(algorithm, self._sizes) if self._device.vector_flops else 0.0
         written = 0.0 if self._is_free else sum(self._local(self._made_bytes, algorithm.results))
         kernel = plain_kernel(self._operator, self._device, written, work, stored=self._stored)
@@ -98,7 +97,7 @@ class KernelsOf:
             self._local(self._made_bytes, algorithm.results)
         )
         parts = (cut for cut, f in zip(cuts, self._operator.rule.factors, strict=True) if f.with_factor is None)
-        return self._operator.flops / prod(parts), moved, self._dtype
+        return self._operator.flops / prod(parts), moved, self._operator.multiplied or "float32"
 
     def _extent(self, factors: Set[int], cuts: Sequence[int]) -> float:
         """The local extent of factors together."""
@@ -174,9 +173,14 @@ def is_plain(operator: Operator) -> bool:
 
 
 def moves_nothing(operator: Operator) -> bool:
-    """Whether no split of an operator has collectives inside: no maxima to combine, no borders to exchange."""
+    """Whether no split of an operator has collectives inside: no maxima to combine, no borders to exchange, nothing
+    that is reduced inside a call."""
     kinds = {one.kind for one in operator.rule.factors}
-    return operator.combine not in ("max", "min") and kinds.isdisjoint(("spatial", "circulating"))
+    return (
+        not operator.rule.inside
+        and operator.combine not in ("max", "min")
+        and kinds.isdisjoint(("spatial", "circulating"))
+    )
 
 
 def parts_of(algorithm: Algorithm, sizes: Mapping[str, int]) -> int:

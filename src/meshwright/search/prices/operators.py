@@ -83,7 +83,7 @@ def signatures(graph: Graph) -> tuple[int, ...]:
     found = (
         (
             operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
-            operator.combine, operator.differentiated,
+            operator.multiplied, operator.backward_flops, operator.combine, operator.differentiated,
             all(v in of_parameters for v in operator.results if v is not None),
             tuple(v in of_parameters for v in operator.operands), is_stored(graph, operator),
             is_stored(graph, operator, joined=True), is_constant(graph, operator), sliced_operands(graph, operator),
@@ -299,8 +299,8 @@ class Prices:
         return self._kernels[kernel]
 
     def inner_collectives(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[InnerCollective, ...]:
-        """The collectives inside one forward run of an operator: partial maxima combined, borders exchanged with
-        neighbours, keys and values on a ring."""
+        """The collectives inside one forward run of an operator: partial maxima combined, reductions inside calls
+        completed, borders exchanged with neighbours, keys and values on a ring."""
         if moves_nothing(operator):
             return ()
         ring = ring_of(graph, operator, algorithm, self.sizes)
@@ -319,6 +319,17 @@ class Prices:
                 if index is not None:
                     size = graph.values[index].bytes / algorithm.results[position].shards(self.sizes)
                     found.append(InnerCollective(kind="all_reduce", size_bytes=size, axes=reduced, backward=0))
+        for one in operator.rule.inside:
+            over = tuple(axis for factor in one.over for axis in algorithm.axes[factor])
+            if over:
+                cut = {axis for dim in one.dims for factor in dim for axis in algorithm.axes[factor]}
+                size = one.size_bytes / prod(self.sizes[axis] for axis in cut)
+                found.append(
+                    InnerCollective(
+                        kind="all_reduce", size_bytes=size, axes=over, forward=int(not one.backward),
+                        backward=int(one.backward),
+                    )
+                )  # fmt: skip
         if any(kind == "spatial" for kind, _ in split):
             value = graph.values[operator.operands[0] or 0]
             for move in halo_bytes(operator.rule, algorithm.axes, value.shape, value.itemsize, self.sizes):
