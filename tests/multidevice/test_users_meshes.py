@@ -62,6 +62,20 @@ def custom(w: Any, x: Any) -> Any:
     return jnp.mean((sine(x @ w["a"]) @ w["b"]) ** 2)
 
 
+@jax.custom_vjp
+def gated(x: Any, gate: Any) -> Any:
+    return x * gate
+
+
+gated.defvjp(lambda x, gate: (x * gate, gate), lambda gate, g: (g * gate, None))
+
+
+def without_cotangent(w: Any, x: Any) -> Any:
+    """Of an operand that a rule has none for."""
+    h = constrained(jnp.tanh(x @ w["a"]), P("data"))
+    return jnp.mean((gated(h, constrained(jnp.cos(h), P("data"))) @ w["b"]) ** 2)
+
+
 def nested(w: Any, x: Any) -> Any:
     def body(h: Any, _: Any) -> Any:
         return constrained(jnp.tanh(h @ w["a"]), P("data")), None
@@ -86,6 +100,7 @@ def typed(w: Any, x: Any) -> Any:
     [
         (AUTO, bare, {}),
         (AUTO, bare, STAGES),
+        (AUTO, without_cotangent, {}),
         pytest.param(AUTO, plain, {}, marks=pytest.mark.slow),
         pytest.param(AUTO, custom, {}, marks=pytest.mark.slow),
         pytest.param(AUTO, custom, STAGES, marks=pytest.mark.slow),

@@ -67,7 +67,8 @@ def test_refuses_a_peak_that_is_no_rate():
 
 def test_device_rates_and_memory():
     assert DEVICE.achievable_flops("bfloat16") == 20.0
-    assert DEVICE.achievable_flops("int8") == DEVICE.achievable_flops("float32") == 5.0
+    assert DEVICE.achievable_flops("int8") == DEVICE.achievable_flops("float8_e5m2") == 20.0
+    assert DEVICE.achievable_flops("float64") == DEVICE.achievable_flops("float32") == 5.0
     assert DEVICE.usable_memory_bytes == 900.0
     assert HOST.nic_bandwidth_bytes_per_second == 16.0
 

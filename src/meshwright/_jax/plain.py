@@ -161,7 +161,7 @@ def _backward_later(rule: Any, region: Region) -> Any:
             leaves, said["tree"] = jax.tree.flatten(
                 rule.call_wrapped(*values), is_leaf=lambda x: not isinstance(x, (list, tuple, dict))
             )
-            said["others"] = [None if isinstance(one, jax.Array) else one for one in leaves]
+            said["others"] = [None if isinstance(one, jax.Array) else _unplaced(one) for one in leaves]
             said["arrays"] = [isinstance(one, jax.Array) for one in leaves]
             return [one for one in leaves if isinstance(one, jax.Array)]
 
@@ -172,6 +172,12 @@ def _backward_later(rule: Any, region: Region) -> Any:
         return jax.tree.unflatten(said["tree"], [next(made) if is_one else other for is_one, other in pairs])
 
     return wrap_init(called, debug_info=rule.debug_info)
+
+
+def _unplaced(cotangent: Any) -> Any:
+    """What stands for zeros, of a plain type."""
+    aval = getattr(cotangent, "aval", None)
+    return cotangent if aval is None or not _names_place(aval) else type(cotangent)(_aval(aval))
 
 
 def _consts(consts: Sequence[Any]) -> list[Any]:

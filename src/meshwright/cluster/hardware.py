@@ -136,8 +136,14 @@ class Device:
     def multiplied_as(self, dtype: str) -> str:
         """The dtype that products of `dtype` run in: where it has no peak of its own numbers of 8 bits are widened to
         16, all others to float32."""
-        wider = (dtype, "bfloat16", "float16") if dtype.startswith("float8") else (dtype,)
-        return next((one for one in wider if one in self.peak_flops), "float32")
+        if dtype in self.peak_flops:
+            return dtype
+        wider = [one for one in ("bfloat16", "float16") if one in self.peak_flops and dtype.startswith(NARROW)]
+        return max(wider, key=lambda one: self.peak_flops[one], default="float32")
+
+
+# Types of 8 bits.
+NARROW = ("float8", "int8", "uint8")
 
 
 def slowest_device(devices: Sequence[Device]) -> Device:

@@ -29,6 +29,7 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from ..cluster import Device
+from ..cluster.hardware import NARROW
 from .efficiency import EfficiencyProfile
 
 KernelKind = Literal["product", "convolution", "attention", "stored", "fused", "transpose"]
@@ -116,7 +117,7 @@ def arithmetic_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfil
         return seen * kernel.flops / (profile.attention * narrow * peak)
     if kernel.kind == "convolution":
         return kernel.flops / (profile.convolution * peak)
-    reached = profile.narrow if dtype.startswith("float8") else profile.matmul
+    reached = profile.narrow if dtype.startswith(NARROW) else profile.matmul
     return kernel.flops / (reached * peak)
 
 
