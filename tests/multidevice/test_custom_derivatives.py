@@ -96,6 +96,30 @@ def test_products_inside_are_split_with_their_reductions(name: str, options: dic
         assert [[bool(axes) for axes in one.use.dims] for one in stage.parameters] == [[False, True], [True, False]]
 
 
+def with_rule(function: Callable[..., Any]) -> Any:
+    """The same function with a rule of its own: what JAX would do."""
+    return custom(lambda *given: jax.vjp(function, *given), lambda pullback, g: pullback(g))
+
+
+spread = with_rule(lambda h: h / (1 + jnp.max(jnp.abs(h))))
+REDUCING = {
+    "normalised": with_rule(lambda h: h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6)),
+    "in another": with_rule(lambda h: spread(2 * h) + jnp.mean(h)),
+    "two results": lambda h: (lambda made, sums: made + sums[:, None])(*two_results(h)),
+    "in a loop": lambda h: jax.lax.scan(lambda h, _: (spread(h), None), h, None, length=2)[0],
+}
+two_results = with_rule(lambda h: (jnp.sin(h), jnp.sum(jnp.abs(h), axis=-1)))
+
+
+@pytest.mark.parametrize("options", [{"preset": "megatron(tp=8)"}, {"mesh": {"a": 2, "b": 4}}], ids=str)
+@pytest.mark.parametrize("name", REDUCING)
+def test_what_reduces_inside_is_as_on_one_device(name: str, options: dict[str, Any]) -> None:
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((REDUCING[name](jnp.tanh(x @ weights[0])) @ weights[1] - y) ** 2)
+
+    assert_as_on_one_device(step_of(loss), WEIGHTS, X, Y, **options)
+
+
 @pytest.mark.parametrize("options", [*PLANS, {}], ids=str)
 def test_training_in_8_bits_scales_by_the_whole_batch(options: dict[str, Any]) -> None:
     """Scaling factors and the largest elements of earlier steps, which Flax's rules give in the place of gradients, are
