@@ -120,6 +120,18 @@ def test_what_reduces_inside_is_as_on_one_device(name: str, options: dict[str, A
     assert_as_on_one_device(step_of(loss), WEIGHTS, X, Y, **options)
 
 
+def test_parts_of_a_sum_are_added_up_before_they_are_narrowed() -> None:
+    """What the devices' parts come to has no float16, what all of it comes to has."""
+    signs = jnp.repeat(jnp.asarray([3e4, -3e4]), 32)
+    summed = with_rule(lambda h: jnp.sum((1 + 1e-3 * h) * signs, axis=-1).astype(jnp.float16))
+
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        made = summed(jnp.tanh(x @ weights[0])).astype(jnp.float32) / 100
+        return jnp.mean((made[:, None] * weights[1][0] - y) ** 2)
+
+    assert_as_on_one_device(step_of(loss), WEIGHTS, X, Y, preset="megatron(tp=8)", steps=1, atol=1e-2)
+
+
 @pytest.mark.parametrize("options", [*PLANS, {}], ids=str)
 def test_training_in_8_bits_scales_by_the_whole_batch(options: dict[str, Any]) -> None:
     """Scaling factors and the largest elements of earlier steps, which Flax's rules give in the place of gradients, are

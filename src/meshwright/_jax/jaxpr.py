@@ -448,7 +448,9 @@ def vjp_parts(equation: Equation) -> Vjp:
         return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
 
     operand_avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in equation.invars]
-    operands = tuple(smooth(a) for a in operand_avals)
+    # What a function closes over comes first, and its rule has no cotangents for that.
+    closed_over = equation.params.get("num_consts", 0) if equation.primitive.name != "cond" else 0
+    operands = tuple(at >= closed_over and smooth(a) for at, a in enumerate(operand_avals))
     results = tuple(smooth(v.aval) for v in equation.outvars)
 
     def forward(*args: Any) -> Any:

@@ -23,7 +23,7 @@ from .._jax.jaxpr import (
     scan_parts,
     user_context,
 )
-from ..program.local import COMBINE, Split, evaluate_local
+from ..program.local import COMBINE, Split, evaluate_local, overflows
 from ..program.rules import Rules
 from ..sharding import Algorithm, Spec, algorithm_of
 from .local_value import LocalValue
@@ -255,7 +255,7 @@ class Follower:
 def _common_partial(equation: Equation, operands: Sequence[LocalValue]) -> frozenset[str]:
     """Axes over which a linear equation may leave its result partial, as all its operands are: many sums then cost one
     all-reduce, of their total."""
-    if equation.primitive.name not in _LINEAR or not operands:
+    if equation.primitive.name not in _LINEAR or overflows(equation) or not operands:
         return frozenset()
     return frozenset.intersection(*(value.spec.partial for value in operands))
 

@@ -136,6 +136,16 @@ _EVALUATORS: Mapping[str, Evaluator] = {
 _COMBINERS = {"max": lax.pmax, "min": lax.pmin}
 
 
+def overflows(equation: Equation) -> bool:
+    """Whether numbers are converted to a type of smaller ones: parts of a sum may not fit where the sum does."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    if not jnp.issubdtype(before, jnp.inexact):
+        return False
+    return not jnp.issubdtype(after, jnp.inexact) or float(jnp.finfo(after).max) < 0.9 * float(jnp.finfo(before).max)
+
+
 def evaluate_local(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of `equation` on this device's shards.
 

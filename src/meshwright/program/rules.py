@@ -34,7 +34,7 @@ from .factors import Composer, Rule, compose, whole_rule
 from .flops import equation_flops
 from .graph import CALLS
 from .kernels import is_kernel, kernel_rule
-from .local import ON_ELEMENTS, has_keys, restrict
+from .local import ON_ELEMENTS, has_keys, overflows, restrict
 from .sorted_rule import sorted_rule
 
 # One element in, one out; a partial sum passes through unchanged.
@@ -316,9 +316,8 @@ def _reaches_linearly(jaxpr: Jaxpr, targets: Iterable[Any]) -> AbstractSet[Any]:
             if var in others:
                 continue
             uses = users.get(var, [])
-            if all(u.primitive.name in _LINEAR and all(o in good for o in u.outvars) for u in uses) and (
-                uses or var in outputs
-            ):
+            linear = (u.primitive.name in _LINEAR and not overflows(u) and {*u.outvars} <= good for u in uses)
+            if all(linear) and (uses or var in outputs):
                 good.add(var)
     return good
 
