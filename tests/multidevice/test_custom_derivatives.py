@@ -106,12 +106,19 @@ REDUCING = {
     "normalised": with_rule(lambda h: h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6)),
     "in another": with_rule(lambda h: spread(2 * h) + jnp.mean(h)),
     "two results": lambda h: (lambda made, sums: made + sums[:, None])(*two_results(h)),
+    "with a bias": lambda h: shifted(h, WEIGHTS[0], WEIGHTS[1][0]),
+    "positive": lambda h: h * counted(h)[:, None],
     "in a loop": lambda h: jax.lax.scan(lambda h, _: (spread(h), None), h, None, length=2)[0],
 }
-two_results = with_rule(lambda h: (jnp.sin(h), jnp.sum(jnp.abs(h), axis=-1)))
+shifted = with_rule(lambda h, w, b: h @ w + b)
+counted = custom(lambda h: (jnp.sum(h, axis=-1) > 0, h), lambda h, _: (jnp.zeros_like(h),))
+two_results = with_rule(lambda h: (jnp.sin(h), jnp.sum(jnp.abs(h), axis=-1) / 64))
 
 
-@pytest.mark.parametrize("options", [{"preset": "megatron(tp=8)"}, {"mesh": {"a": 2, "b": 4}}], ids=str)
+BOTH_WAYS = [{"preset": "megatron(tp=8)"}, {"preset": "megatron(tp=4, dp=2)"}, {"mesh": {"a": 2, "b": 4}}]
+
+
+@pytest.mark.parametrize("options", BOTH_WAYS, ids=str)
 @pytest.mark.parametrize("name", REDUCING)
 def test_what_reduces_inside_is_as_on_one_device(name: str, options: dict[str, Any]) -> None:
     def loss(weights: Any, x: Any, y: Any) -> Any:

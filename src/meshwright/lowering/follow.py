@@ -261,9 +261,9 @@ def _common_partial(equation: Equation, operands: Sequence[LocalValue]) -> froze
 
 
 def _settle(value: LocalValue, spec: Spec) -> Any:
-    if value.spec != spec and spec.partial and not value.spec.partial:
-        # What came out whole where a partial value is due: one device of each group keeps it.
-        first = lax.axis_index(tuple(sorted(spec.partial))) == 0
-        whole = value.read(Spec(spec.dims))
-        return jax.numpy.where(first, whole, jax.numpy.zeros_like(whole))
-    return value.read(spec)
+    """The shard in `spec`, which may be partial over axes that the value is not: one device of each group keeps it."""
+    missing = spec.partial - value.spec.partial
+    if not missing:
+        return value.read(spec)
+    whole = value.read(Spec(spec.dims, partial=spec.partial - missing))
+    return jax.numpy.where(lax.axis_index(tuple(sorted(missing))) == 0, whole, jax.numpy.zeros_like(whole))
