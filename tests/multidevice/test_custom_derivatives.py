@@ -189,3 +189,21 @@ def test_cotangents_in_a_wider_type_become_that_of_their_operand() -> None:
     for options in ({"preset": "data_parallel"}, {"stages": 2, "microbatches": 4}):
         found, _ = mw.parallelize(step_with(jnp.float32), donate=(), **options)(weights, x, Y)
         assert_equal_trees(found, expected, rtol=0.01)
+
+
+ZEROS = np.zeros(64, np.float32)
+HARMLESS = {
+    "zeros kept": custom(lambda x, s: (x * s, (s, jnp.zeros_like(s))), lambda kept, g: (g * kept[0], kept[1])),
+    "zeros closed over": custom(lambda x, s: (x * s, s), lambda s, g: (g * s, ZEROS)),
+    "for nobody": custom(lambda x, s: (x * s, s), lambda s, g: (g * s, s)),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_zero_or_reaches_no_parameter_is_no_reason_to_refuse(name: str) -> None:
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        scale = weights[1][0] if name != "for nobody" else jax.lax.stop_gradient(weights[1][0])
+        return jnp.mean((HARMLESS[name](jnp.tanh(x @ weights[0]), scale) @ weights[1] - y) ** 2)
+
+    for options in ({"microbatches": 4}, {"preset": "data_parallel"}):
+        assert_as_on_one_device(step_of(loss), WEIGHTS, X, Y, reduction="mean", **options)

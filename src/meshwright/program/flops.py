@@ -113,7 +113,10 @@ def equation_flops(equation: Equation) -> tuple[float, bool]:
 def multiplied(equation: Equation) -> str:
     """The dtype that most of an equation's FLOPs in matrix products or convolutions multiply in, the wider one of the
     two operands'; of a call that of the products inside. Empty where there are none."""
-    return max(_multiplied(equation), default=(0.0, ""))[1]
+    totals: dict[str, float] = {}
+    for flops, dtype in _multiplied(equation):
+        totals[dtype] = totals.get(dtype, 0.0) + flops
+    return max(totals, key=lambda dtype: totals[dtype], default="")
 
 
 def _multiplied(equation: Equation) -> list[tuple[float, str]]:

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._jax.jaxpr import Equation, Jaxpr, Vjp, is_literal, open_jaxpr, source_line
+from .._jax.jaxpr import Equation, Jaxpr, Vjp, consts_of, is_literal, is_traced, open_jaxpr, source_line
 from .._jax.plain import programs_in
 from ..errors import PlanError
 from .rules import Rules
 
-# What a value is where all cotangents are zero.
+# What a value is where all cotangents are zero, "other" for no zero, or hardly one.
 _Known = Literal["zero", "other", "unknown"]
 
 # Zero where an operand is.
@@ -37,33 +37,46 @@ _MOVES: dict[str, tuple[int, ...]] = {
 
 
 def replaced(derivative: Vjp) -> list[bool]:
-    """For each operand with a cotangent whether that is certainly none: it is not zero where the cotangents of the
-    results are.
+    """For each operand, of those that may have a cotangent, whether what the rule gives is none, as far as can be told:
+    it is not zero where the cotangents of the results are.
 
     Args:
       derivative: of the call.
     """
-    backward = open_jaxpr(derivative.backward)
-    given = len(backward.invars) - sum(derivative.results)
-    return [one == "other" for one in _where_cotangents_are_zero(backward, given)]
+    forward, backward = open_jaxpr(derivative.forward), open_jaxpr(derivative.backward)
+    made = _kinds(forward, consts_of(derivative.forward), ["other"] * len(forward.invars))
+    kept = made[len(derivative.results) :]
+    zeros: list[_Known] = ["zero"] * sum(derivative.results)
+    return [one == "other" for one in _kinds(backward, consts_of(derivative.backward), [*kept, *zeros])]
 
 
-def refuse_replaced(jaxpr: Jaxpr, rules: Rules, microbatches: int) -> None:
+def refuse_replaced(jaxpr: Jaxpr, moving: Sequence[bool], rules: Rules, microbatches: int) -> None:
     """Refuse to cut a batch whose loss function has such derivatives.
+
+    Args:
+      jaxpr: the loss function.
+      moving: for each of its inputs whether it has a gradient.
+      rules: of its equations.
+      microbatches: that are asked for.
 
     Raises:
       PlanError: if it has.
     """
+    depends = {var for var, one in zip(jaxpr.invars, moving, strict=True) if one}
     for equation in jaxpr.eqns:
-        for inner in programs_in(equation):
-            refuse_replaced(open_jaxpr(inner), rules, microbatches)
-        if equation.primitive.name != "custom_vjp_call":
+        for inner in map(open_jaxpr, programs_in(equation)):
+            refuse_replaced(inner, [True] * len(inner.invars), rules, microbatches)
+        given = [not is_literal(atom) and atom in depends for atom in equation.invars]
+        if any(given) and equation.primitive.name != "stop_gradient":
+            depends.update(equation.outvars)
+        if equation.primitive.name != "custom_vjp_call" or not any(given):
             continue
         try:
             derivative = rules.derivative(equation)
         except (TypeError, ValueError):  # a function that is not differentiable
             continue
-        if any(replaced(derivative)):
+        of = [one for one, smooth in zip(given, derivative.operands, strict=True) if smooth]
+        if any(one and wanted for one, wanted in zip(replaced(derivative), of, strict=True)):
             raise PlanError(
                 refused=f"microbatches={microbatches}",
                 got="a custom derivative that gives an operand its next value in place of a gradient, as training in 8 "
@@ -73,19 +86,24 @@ def refuse_replaced(jaxpr: Jaxpr, rules: Rules, microbatches: int) -> None:
             )  # fmt: skip
 
 
-def _where_cotangents_are_zero(backward: Jaxpr, given: int) -> list[_Known]:
-    known: dict[Any, _Known] = dict.fromkeys(backward.constvars, "other")
-    known.update((var, "other" if at < given else "zero") for at, var in enumerate(backward.invars))
+def _kinds(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[_Known]) -> list[_Known]:
+    """Of what inputs are known to be, what outputs are."""
+    known: dict[Any, _Known] = dict(zip(jaxpr.invars, given, strict=True))
+    known.update((var, _of_array(const)) for var, const in zip(jaxpr.constvars, consts, strict=True))
 
     def read(atom: Any) -> _Known:
-        if is_literal(atom):
-            return "other" if np.any(atom.val) else "zero"
-        return known[atom]
+        return _of_array(atom.val) if is_literal(atom) else known[atom]
 
-    for equation in backward.eqns:
+    for equation in jaxpr.eqns:
         made = _made(equation, [read(atom) for atom in equation.invars])
         known.update(dict.fromkeys(equation.outvars, made))
-    return [read(atom) for atom in backward.outvars]
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _of_array(array: Any) -> _Known:
+    if is_traced(array):
+        return "unknown"
+    return "other" if np.any(array) else "zero"
 
 
 def _made(equation: Equation, given: Sequence[_Known]) -> _Known:
@@ -93,7 +111,10 @@ def _made(equation: Equation, given: Sequence[_Known]) -> _Known:
     if name in _PRODUCTS or name == "div":
         if "zero" in (given[:1] if name == "div" else given):
             return "zero"
-        return "unknown" if "unknown" in given else "other"
+        # What multiplies may be a mask.
+        return "other" if "unknown" not in given and any(map(is_literal, equation.invars)) else "unknown"
+    if name == "sub" and list(given) == ["other", "other"]:
+        return "unknown"
     if name == "select_n":
         return given[1] if len(set(given[1:])) == 1 else "unknown"
     if name not in _MOVES:

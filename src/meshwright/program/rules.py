@@ -1,8 +1,8 @@
 """Factor rules of all equations of a program: Shardy's for plain ones, composed ones for calls that are kept whole.
 
 A *call* is an equation with a program inside that is executed as one operator (`custom_jvp_call`, `custom_vjp_call`,
-`cond`, `while`). It may be split along those dims that pass through all of its equations, forward and backward, without
-meeting a reduction: then it runs on shards without any communication inside.
+`cond`, `while`). It may be split along those dims that pass through all of its equations, forward and backward. Of a
+function with a derivative of its own they may meet reductions, which collectives inside complete (`Rule.inside`).
 """
 
 from __future__ import annotations
@@ -239,6 +239,10 @@ class Rules:
     ) -> list[Any]:  # fmt: skip
         """Relate the dims of a program's inputs to those of its outputs, given back; the rest as of `relate`."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+        for var in jaxpr.constvars:
+            env[var] = composer.tensor(var.aval.shape)
+            for dim in env[var]:
+                composer.mark(dim, "whole")
         self.relate(composer, jaxpr.eqns, env, summed=sums, reduces=reduces)
         return [composer.tensor(a.aval.shape) if is_literal(a) else env[a] for a in jaxpr.outvars]
 

@@ -212,7 +212,8 @@ def trace_program(
         effects = with_examples(effects, in_loss, microbatches)
         effects = replace(effects, run=lambda values, _: whole.effects.run(values, in_loss))
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
-        refuse_replaced(open_jaxpr(full_core), whole.rules, microbatches)
+        differentiated = [at >= num_consts for at in range(len(open_jaxpr(full_core).invars))]
+        refuse_replaced(open_jaxpr(full_core), differentiated, whole.rules, microbatches)
         # Who says how microbatches combine lets each have statistics of its own.
         core = with_whole_literals(full_core, core)
         found = with_batch_statistics(full_core, core, microbatches, split_dims, whole.rules, sizes_alone=given)
