@@ -10,8 +10,11 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import meshwright as mw
 from meshwright import zoo
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded
@@ -163,3 +166,24 @@ def test_advice_is_of_plans_that_were_counted() -> None:
         given: Any = SimpleNamespace(plan=plan)
         advice = with_advice(refused, lambda _, given=given: given, options, 4, time.perf_counter())
         assert ("which fits" in advice.try_) == advised
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [80e3, 92e3])
+def test_where_many_plans_are_too_large_one_that_fits_is_found(memory: float) -> None:
+    """GPUs gather all of these weights at once, which the search does not count."""
+
+    def step(weights: Any, x: Any, y: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for weight in weights:
+                h = jax.nn.relu(h @ weight)
+            return jnp.mean((h - y) ** 2)
+
+        value, gradients = mw.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 5
+    plan = mw.plan_for(step, (weights, batch, batch), cluster="p3.16xlarge:1", memory_per_device=memory).plan
+    assert max(stage.memory.total for stage in plan.stages) <= memory

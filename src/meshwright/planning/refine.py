@@ -36,7 +36,7 @@ from .request import PlanRequest
 MARGIN = 1.04
 
 # How many plans of a part of the space may turn out to be too large. With 12 a perceptron of five layers of 64 x 64 is
-# refused on 8 V100s of 80 to 95 kB, where 22 to 25 plans of two parts lead to one that fits.
+# refused on 8 V100s of 80 to 95 kB, where 19 to 25 plans of two parts lead to one that fits.
 ATTEMPTS = 24
 
 # What a search may take of the time that writing its plan out leaves: the rest is for the next one, if that plan is too

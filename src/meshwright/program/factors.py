@@ -126,12 +126,7 @@ class Rule:
 def whole_rule(operand_shapes: Sequence[Sequence[int]], result_shapes: Sequence[Sequence[int]]) -> Rule:
     """The rule of an operator nothing is known about: no dim may be split."""
     composer = Composer()
-    operands = [composer.tensor(shape) for shape in operand_shapes]
-    results = [composer.tensor(shape) for shape in result_shapes]
-    for tensor in (*operands, *results):
-        for dim in tensor:
-            composer.mark(dim, "whole")
-    return composer.rule(operands, results)
+    return composer.rule([*map(composer.whole, operand_shapes)], [*map(composer.whole, result_shapes)])
 
 
 class Composer:
@@ -164,6 +159,10 @@ class Composer:
     def tensor(self, shape: Sequence[int]) -> list[list[int]]:
         """A tensor whose dims relate to nothing yet."""
         return [[self.atom(extent)] for extent in shape]
+
+    def whole(self, shape: Sequence[int]) -> list[list[int]]:
+        """A tensor none of whose dims may be split."""
+        return [[self.atom(extent, "whole")] for extent in shape]
 
     def size(self, atom: int) -> int:
         """Extent of an atom."""

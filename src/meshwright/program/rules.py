@@ -239,10 +239,7 @@ class Rules:
     ) -> list[Any]:  # fmt: skip
         """Relate the dims of a program's inputs to those of its outputs, given back; the rest as of `relate`."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-        for var in jaxpr.constvars:
-            env[var] = composer.tensor(var.aval.shape)
-            for dim in env[var]:
-                composer.mark(dim, "whole")
+        env.update((var, composer.whole(var.aval.shape)) for var in jaxpr.constvars)
         self.relate(composer, jaxpr.eqns, env, summed=sums, reduces=reduces)
         return [composer.tensor(a.aval.shape) if is_literal(a) else env[a] for a in jaxpr.outvars]
 
@@ -270,9 +267,7 @@ class Rules:
             if is_literal(atom):
                 return composer.tensor(atom.aval.shape)
             if atom not in env:  # a constant of the program
-                env[atom] = composer.tensor(atom.aval.shape)
-                for dim in env[atom]:
-                    composer.mark(dim, "whole")
+                env[atom] = composer.whole(atom.aval.shape)
             return env[atom]
 
         for equation in equations:
