@@ -152,8 +152,8 @@ def missing_splits(equation: Equation, operands: Sequence[Any], *, blocks: int =
 
 
 def _moving(equation: Equation) -> tuple[bool, ...]:
-    """For each operand whether it can have a cotangent."""
-    smooth = tuple(jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in equation.invars)
+    """For each operand whether it can have a cotangent; a literal has none."""
+    smooth = tuple(not hasattr(a, "val") and jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in equation.invars)
     results = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in equation.outvars]
     still = (False,) * len(smooth)
     if not any(smooth) or not any(results) or is_cut(equation.primitive.name):
@@ -364,7 +364,8 @@ def _compare(case: _Case, got: Sequence[Any], need: Sequence[Any]) -> tuple[Prob
         error = difference(a, b)
         if error > _TOLERANCE.get(str(b.dtype), 0.0):
             what: Problem = "result" if position < count else "gradient"
-            return what, f"{what} {position % count} is off by {error:.3g} of its largest magnitude"
+            place = position if position < count else position - count
+            return what, f"{what} {place} is off by {error:.3g} of its largest magnitude"
     return "result", ""
 
 
