@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 from meshwright.program.graph import Graph, Operator
-from meshwright.program.segments import Segments
+from meshwright.program.segments import Runs
 
 from .plan import Recompute
 
 
-def recomputed_segments(graph: Graph, recompute: Recompute) -> Segments:
+def recomputed_segments(graph: Graph, recompute: Recompute) -> Runs:
     """What of each scan's body is computed again."""
     bodies: dict[int, list[Operator]] = {}
     for operator in graph.operators:

@@ -16,7 +16,7 @@ from meshwright.errors import PlanError
 from meshwright.program.batch import batch_inputs
 from meshwright.program.cut import Cut
 from meshwright.program.graph import Graph
-from meshwright.program.segments import rematerialise
+from meshwright.program.segments import Segments, rematerialise
 from meshwright.program.staged import StagedProgram, staged_program
 from meshwright.program.trace import Program
 from meshwright.program.traces import Traces
@@ -197,7 +197,7 @@ def _solve_kind(
 ) -> SolvedKind:  # fmt: skip
     cut = staged.cutter.cut(*layer)
     segments = recomputed_segments(cut.graph, plan.recompute)
-    graph = rematerialise(cut.graph, segments) if segments else cut.graph
+    graph = rematerialise(cut.graph, Segments(segments)) if segments else cut.graph
 
     def solved(graph: Graph) -> tuple[StageProblem, IntraOpSolution]:
         # What the roles contradict in the strict form of a ZeRO stage is asked for less strictly.

@@ -322,7 +322,7 @@ def _stage(stage: Stage, cluster: Cluster, microbatches: int) -> dict[str, Any]:
         "seconds_update": stage.update_seconds,
         "in_flight": stage.in_flight,
         "gradient_exchange": stage.gradient_exchange,
-        "remat": "layer" if stage.rematerialised else "none",
+        "remat": stage.remat,
         "rematerialised": bool(stage.rematerialised),
         "rematerialised_segments": stage.rematerialised_segments,
     }

@@ -24,6 +24,7 @@ from meshwright.lowering.evaluate import ShardedProgram
 from meshwright.program.build import build_graph
 from meshwright.program.graph import Graph
 from meshwright.program.rules import Rules
+from meshwright.program.segments import Segments
 from meshwright.sharding import Algorithm, Spec, algorithms, convert
 
 TOLERANCE = 1e-4
@@ -175,7 +176,7 @@ def assert_plan_agrees(name: str, shape: tuple[int, ...], seed: int) -> None:
     draw = random.Random(f"{name} {shape} {seed}")
     sizes = dict(zip("xyz", shape, strict=False))
     chosen, settled = drawn(graph, sizes, draw)
-    program = ShardedProgram(closed, graph, rules, chosen, settled, sizes, segments_of(closed, draw))
+    program = ShardedProgram(closed, graph, rules, chosen, settled, sizes, Segments(segments_of(closed, draw)))
     specs = input_specs(graph, chosen, draw)
     outs = [Spec.replicated(len(v.aval.shape)) for v in open_jaxpr(closed).outvars]
 

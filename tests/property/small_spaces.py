@@ -56,7 +56,7 @@ SPACES: dict[str, tuple[str, int, float | None, tuple[int, ...], dict[str, Any]]
     "moe": ("moe-2", 2, None, (2,), {"stages": 1}),
     "two stages": ("wide", 2, None, (1, 2, 4, 8), {"stages": 2}),
     "any stages": ("long", 2, None, (1, 2, 4, 8), {}),
-    "any stages, tight": ("long", 2, 3.6e6, (1, 2, 4, 8), {}),
+    "any stages, tight": ("long", 2, 3.6e6, (1, 2, 4, 8), {"remat": "none"}),
 }
 
 # Spaces of which every structure is priced.

@@ -166,6 +166,7 @@ STAGE_CHANGES = {
     "parameters": tuple(reversed(plan_of().stages[0].parameters)),
     "inputs": (),
     "rematerialised": (((), ((0, 3),)),),
+    "kept_inside": ((1,),),
     "memory": Memory(parameters=101.0, gradients=99.0, optimizer=200.0, activations=50.0, workspace=0.0),
     "memory_limit_bytes": 1001.0,
     "flops": 5.0,

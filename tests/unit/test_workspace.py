@@ -21,7 +21,7 @@ from meshwright.lowering.written_out import written_out
 from meshwright.memory.liveness import predict
 from meshwright.plan import Memory
 from meshwright.program.residuals import kept_in_one_program, kept_values
-from meshwright.program.segments import rematerialise
+from meshwright.program.segments import Segments, rematerialise
 from meshwright.program.staged import StagedProgram, staged_program, whole_program
 from meshwright.program.trace import trace_program
 from meshwright.program.traces import traces_of
@@ -46,7 +46,7 @@ def graph_of(*, remat: bool = False) -> Any:
 
     state = {"a": jax.ShapeDtypeStruct((16, 32), jnp.float32), "b": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
     graph = trace_program(step, (state, jax.ShapeDtypeStruct((16, 16), jnp.float32)), microbatches=2).graph
-    return rematerialise(graph, {(): ((0, len(graph.operators)),)}) if remat else graph
+    return rematerialise(graph, Segments({(): ((0, len(graph.operators)),)})) if remat else graph
 
 
 def test_around_an_operator_are_its_cotangents_and_what_nobody_keeps() -> None:
@@ -158,7 +158,7 @@ def test_of_what_is_computed_again_only_what_is_still_to_be_read_is_there() -> N
     shapes = {"a": (16, 64), "b": (64, 16), "c": (16, 32)}
     state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     program = trace_program(step, (state, jax.ShapeDtypeStruct((16, 16), jnp.float32)), microbatches=2)
-    graph = rematerialise(program.graph, {(): ((0, len(program.graph.operators)),)})
+    graph = rematerialise(program.graph, Segments({(): ((0, len(program.graph.operators)),)}))
     (moment,) = worst_moments(graph)
     sizes = [graph.values[value].bytes for value in moment.again]
     assert sizes == [8 * 64 * FLOAT]
@@ -178,7 +178,7 @@ def test_layers_that_are_alike_are_as_bad() -> None:
 
     state = {name: jax.ShapeDtypeStruct((16, 16), jnp.float32) for name in "abcd"}
     program = trace_program(step, (state, jax.ShapeDtypeStruct((16, 16), jnp.float32)), microbatches=2)
-    graph = rematerialise(program.graph, {(): ((0, 3), (3, 6))})
+    graph = rematerialise(program.graph, Segments({(): ((0, 3), (3, 6))}))
     moments = worst_moments(graph)
     assert len(moments) == 2
     assert workspace_of(graph, microbatches=1).bytes == pytest.approx(sum(m.bytes(graph) for m in moments) / 2)

@@ -27,6 +27,7 @@ from ..program.graph import Graph, Operator, Path
 from ..program.local import COMBINE, Split, evaluate_local
 from ..program.parameter_values import values_of_parameters
 from ..program.rules import Rules, is_call
+from ..program.segments import Segments
 from ..sharding import Algorithm, Spec, algorithm_of
 from ..sharding.deferred_sums import makes_a_number, partial_axes
 from .collectives import gathers_are_named, gradients_are_added_up, shared_out
@@ -37,6 +38,9 @@ from .matmul import matmul, turns
 from .repeats import Repeats, Run
 
 Env = dict[Any, LocalValue]
+
+# By this name a rematerialised segment keeps results that its plan keeps.
+_KEPT = "meshwright_kept"
 
 
 class ShardedProgram:
@@ -49,8 +53,7 @@ class ShardedProgram:
       algorithms: by operator index.
       settled: for values read by several operators, the spec they are moved to once.
       sizes: mesh axis sizes.
-      segments: runs of equations whose results are rematerialised in the backward pass: for a nesting path, the first
-        and one past the last position.
+      segments: what is rematerialised in the backward pass.
       positions: where `closed` is a part of a larger program that paths and segments count in, the position there of
         each of its equations, ascending.
     """
@@ -63,7 +66,7 @@ class ShardedProgram:
         algorithms: Sequence[Algorithm],
         settled: Mapping[int, Spec],
         sizes: Mapping[str, int],
-        segments: Mapping[Path, Sequence[tuple[int, int]]],
+        segments: Segments,
         positions: Sequence[int] | None = None,
     ) -> None:
         self._closed = closed
@@ -75,11 +78,11 @@ class ShardedProgram:
         self._positions = range(len(open_jaxpr(closed).eqns)) if positions is None else positions
         # Runs at the top level count in the equations at hand.
         at = self._positions
-        runs = [(bisect_left(at, start), bisect_left(at, stop)) for start, stop in segments.get((), ())]
-        self._segments = {**segments, (): runs}
+        runs = [(bisect_left(at, start), bisect_left(at, stop)) for start, stop in segments.runs.get((), ())]
+        self._segments, self._kept = {**segments.runs, (): runs}, segments.kept
         self._operator = {operator.path: operator for operator in graph.operators}
         self._follower = Follower(rules, sizes)
-        self._repeats = Repeats(graph, rules, algorithms, settled, sizes)
+        self._repeats = Repeats(graph, rules, algorithms, settled, sizes, segments.kept)
         self._runs: dict[Path, list[Run]] = {}
 
     def __call__(self, shards: Sequence[Any], specs: Sequence[Spec], out_specs: Sequence[Spec]) -> list[Any]:
@@ -175,7 +178,10 @@ class ShardedProgram:
         for position in range(start, stop):
             equation = jaxpr.eqns[position]
             with user_context(equation):
-                results = self._equation(equation, env, self._path(prefix, position))
+                path = self._path(prefix, position)
+                results = self._equation(equation, env, path)
+            if path in self._kept:
+                results = [value.named(_KEPT) for value in results]
             for var, value in zip(equation.outvars, results, strict=True):
                 if not is_dropped(var):
                     env[var] = value
@@ -194,7 +200,9 @@ class ShardedProgram:
                 self._evaluate_run(jaxpr, inner, prefix, one)
             return [inner[var] for var in results]
 
-        env.update(zip(results, self._checkpoint(run, {a: env[a] for a in read}, {}), strict=True))
+        # Nothing is kept by its name where nothing has one.
+        options = {"policy": jax.checkpoint_policies.save_only_these_names(_KEPT)} if self._kept else {}
+        env.update(zip(results, self._checkpoint(run, {a: env[a] for a in read}, options), strict=True))
 
     def _checkpoint(self, run: Any, operands: Env, options: Mapping[str, Any]) -> list[LocalValue]:
         """`run` on copies of `operands`, its intermediate results rematerialised in the backward pass."""

@@ -8,7 +8,7 @@ ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -36,7 +36,7 @@ from .follow import Follower
 from .layouts import fitting
 from .local_value import LocalValue, planned_conversion
 from .microbatches import combined, finished, grown_dims, reduction_of, share_of_loss
-from .plan_of_program import algorithms_of, check_program, settled_of
+from .plan_of_program import algorithms_of, check_program, segments_of, settled_of
 
 
 class LocalStep:
@@ -389,7 +389,6 @@ def _check(program: Program, plan: Plan) -> None:
 
 
 def _sharded_program(program: Program, stage: Stage) -> ShardedProgram:
-    segments: Mapping[Any, Any] = dict(stage.rematerialised)
     return ShardedProgram(
         program.core,
         program.graph,
@@ -397,5 +396,5 @@ def _sharded_program(program: Program, stage: Stage) -> ShardedProgram:
         algorithms_of(program.graph, stage, 0),
         settled_of(program.graph, stage, 0),
         stage.sizes,
-        segments,
+        segments_of(stage),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jax.ad_checkpoint import checkpoint_name
+
 from .._jax.jaxpr import is_traced
 from ..errors import PlanError
 from ..sharding import Conversion, Spec, convert
@@ -112,6 +114,10 @@ class LocalValue:
     def like(self, shard: Any, spec: Spec) -> LocalValue:
         """Another shard of the same kind of value."""
         return LocalValue(shard, spec, self.sizes, differentiated=self.differentiated, of_parameters=self.of_parameters)
+
+    def named(self, name: str) -> LocalValue:
+        """The same value under a name that a policy can ask for."""
+        return self if self.is_lazy else self.like(checkpoint_name(self.shard, name), self.spec)
 
     def enter(self) -> LocalValue:
         """The same value for readers inside a loop body, whose conversions stay there."""

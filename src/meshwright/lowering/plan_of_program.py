@@ -12,6 +12,7 @@ from math import prod
 from ..errors import PlanError
 from ..plan import Plan, Stage
 from ..program.graph import Graph, Operator
+from ..program.segments import Segments
 from ..program.trace import Program
 from ..sharding import Algorithm, Spec, algorithm_of, with_broadcast
 
@@ -57,6 +58,11 @@ def algorithms_of(graph: Graph, stage: Stage, number: int) -> list[Algorithm]:
         _algorithm(graph, operator, stage, f"{place}.operators[{index}]")
         for index, operator in enumerate(graph.operators)
     ]
+
+
+def segments_of(stage: Stage) -> Segments:
+    """What a stage rematerialises."""
+    return Segments(dict(stage.rematerialised), frozenset(stage.kept_inside))
 
 
 def settled_of(graph: Graph, stage: Stage, number: int) -> dict[int, Spec]:

@@ -18,7 +18,7 @@ Known limit: loops, branches, draws by position and numbers that are left as sum
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -99,14 +99,15 @@ class Repeats:
       algorithms: one for each operator.
       settled: specs of settled values.
       sizes: mesh axis sizes.
+      kept: paths of equations whose results rematerialised segments keep.
     """
 
     def __init__(
         self, graph: Graph, rules: Rules, algorithms: Sequence[Algorithm], settled: Mapping[int, Spec],
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, int], kept: Collection[Path],
     ) -> None:  # fmt: skip
         self._graph, self._rules, self._algorithms = graph, rules, algorithms
-        self._settled, self._sizes = settled, sizes
+        self._settled, self._sizes, self._kept = settled, sizes, kept
         self._operators = {operator.path: operator for operator in graph.operators}
         self._numbers: dict[Hashable, int] = {}
         self._traced: dict[Hashable, tuple[Callable[..., Any], list[_Left]]] = {}
@@ -177,9 +178,10 @@ class Repeats:
             return tuple(None if v is None else (values[v].differentiated, self._settled.get(v)) for v in indices)
 
         described = (
-            name, params, id(operator.rule), operator.differentiated, lazy, flags(operator.operands),
-            flags(operator.results), tuple(map(_atom, equation.invars)), tuple(map(_atom, equation.outvars)),
-            None if lazy else self._algorithms[operator.index], equation.source_info.traceback,
+            name, params, id(operator.rule), operator.differentiated, lazy, operator.path in self._kept,
+            flags(operator.operands), flags(operator.results), tuple(map(_atom, equation.invars)),
+            tuple(map(_atom, equation.outvars)), None if lazy else self._algorithms[operator.index],
+            equation.source_info.traceback,
         )  # fmt: skip
         try:
             return self._numbers.setdefault(described, len(self._numbers))

@@ -95,7 +95,7 @@ def _stage_lines(a: Stage, b: Stage) -> Iterator[str]:
     yield from _scalar("mesh", mesh_words(a.mesh), mesh_words(b.mesh))
     yield from _operators(a.operators, b.operators)
     yield from _settled(a, b)
-    if a.rematerialised != b.rematerialised:
+    if (a.rematerialised, a.kept_inside) != (b.rematerialised, b.kept_inside):
         before, after = _equations(a), _equations(b)
         yield f"rematerialised {before} -> {after}" if before != after else f"rematerialised {before}, but others"
     yield from _memory(a.memory, b.memory)
@@ -136,7 +136,9 @@ def _positions(devices: Sequence[int]) -> str:
 
 def _equations(stage: Stage) -> str:
     ranges = [r for _, runs in stage.rematerialised for r in runs]
-    return f"{sum(last - first for first, last in ranges)} equations in {len(ranges)} ranges" if ranges else "nothing"
+    kept = f", {len(stage.kept_inside)} of them kept" if stage.kept_inside else ""
+    total = sum(last - first for first, last in ranges)
+    return f"{total} equations in {len(ranges)} ranges{kept}" if ranges else "nothing"
 
 
 def _operators(a: Sequence[OperatorPlan], b: Sequence[OperatorPlan]) -> Iterator[str]:

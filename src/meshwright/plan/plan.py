@@ -135,6 +135,7 @@ class Stage:
       device_kind: what its devices are, as the cluster calls them; of several kinds all, in order.
       flops: predicted, executed FLOPs of matrix products and convolutions on one device in one step; None in a plan
         that does not say.
+      kept_inside: paths of equations in the rematerialised ranges whose results are kept all the same.
     """
 
     layers: tuple[int, int]
@@ -160,6 +161,7 @@ class Stage:
     gradient_exchange: str = "collective"
     device_kind: str = ""
     flops: float | None = None
+    kept_inside: tuple[tuple[int, ...], ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -170,6 +172,13 @@ class Stage:
     def rematerialised_segments(self) -> int:
         """How many ranges of equations are rematerialised, each by itself."""
         return sum(len(runs) for _, runs in self.rematerialised)
+
+    @property
+    def remat(self) -> str:
+        """What is rematerialised, in a word: "none", "layer", or "selective" where some results are kept inside."""
+        if not self.rematerialised:
+            return "none"
+        return "selective" if self.kept_inside else "layer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,6 +235,7 @@ class _Builder:
                     outer_repeats=raw.outer_repeats,
                     operand_repeats=raw.operand_repeats,
                     region=raw.region,
+                    kept=False,
                     flops=flops,
                     matmul=matmul,
                     multiplied="" if product is None else multiplied(product),

@@ -89,7 +89,8 @@ class Operator:
       repeats: how often it runs in one evaluation of the program.
       outer_repeats: how often the scan it belongs to runs (a link), else `repeats`.
       operand_repeats: how often each operand is read; less than `repeats` where a scan's link reads from outside.
-      region: the rematerialised region it is in (the path of its `jax.checkpoint`), None if its results are kept.
+      region: the rematerialised region it is in (the path of its `jax.checkpoint`), None for none.
+      kept: whether its results are kept although it is in one.
       flops: multiply-adds counted as two, of one run of the whole (unsplit) operator.
       matmul: whether the FLOPs are those of a matrix product or convolution.
       multiplied: the dtype that these multiply in; empty where it is none.
@@ -110,6 +111,7 @@ class Operator:
     outer_repeats: int
     operand_repeats: tuple[int, ...]
     region: Path | None
+    kept: bool
     flops: float
     matmul: bool
     multiplied: str
@@ -131,9 +133,9 @@ class Operator:
         """The same at another place in a graph, between other values."""
         return self._but(index=index, operands=operands, results=results)
 
-    def rematerialised(self, region: Path) -> Operator:
-        """The same in a rematerialised region."""
-        return self._but(region=region)
+    def rematerialised(self, region: Path, *, kept: bool = False) -> Operator:
+        """The same in a rematerialised region, its results kept or not."""
+        return self._but(region=region, kept=kept)
 
     def _but(self, **changes: Any) -> Operator:
         # Graphs of ranges are made by the thousand: `replace` takes four times as long.

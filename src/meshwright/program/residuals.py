@@ -206,7 +206,7 @@ def is_cheap(name: str) -> bool:
 def kept_values(graph: Graph) -> frozenset[int]:
     """Values stored from the forward to the backward pass: the heads of the chains that derivatives read.
 
-    A rematerialised region keeps what enters it, and nothing made inside.
+    A rematerialised region keeps what enters it, and of what is made inside only the results of `Operator.kept`.
     """
     return _kept(graph)[0]
 
@@ -411,6 +411,7 @@ def _heads(graph: Graph, is_made_again: Callable[[Operator], bool]) -> tuple[fro
         made = {v for operator in region for v in operator.results}
         entering = {v for operator in region for v in operator.operands if v is not None and v not in made}
         stack += [source for v in sorted(entering) for source in _outside_scan(graph, v)]
+        stack += [v for operator in region if operator.kept for v in operator.results if v in needed_again(graph)[1]]
     inputs = set(graph.inputs)
     while stack:
         value = stack.pop()
@@ -451,7 +452,7 @@ def needed_again(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
     """What rematerialised regions compute a second time: operator indices, and the values they or derivatives read.
 
     An operator runs again if a derivative in its region reads its result, or an operator that itself runs again does;
-    what only leaves the region was kept.
+    what only leaves the region was kept. Results that are kept inside are read, and not made again.
     """
     again: set[int] = set()
     values: set[int] = set()
@@ -459,7 +460,7 @@ def needed_again(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
         wanted: set[int] = set()
         for operator in reversed(region):
             reads = read_by_backward(graph, operator)
-            if any(v in wanted or v in reads for v in operator.results if v is not None):
+            if not operator.kept and any(v in wanted or v in reads for v in operator.results if v is not None):
                 again.add(operator.index)
                 wanted.update(v for v in operator.operands if v is not None)
             wanted |= reads

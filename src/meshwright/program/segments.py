@@ -3,26 +3,188 @@
 Rematerialising a segment keeps what enters it and computes its inside again in the backward pass. The best cuts keep
 few bytes at segment borders and leave no segment too large, since one segment's inside lives at a time: for a bound on
 the inside, a dynamic program over the candidate borders minimises the bytes kept; the bound is swept.
+
+Not all of a segment need be computed again: of what the backward pass reads, what is dear to make may be kept
+(`kept_results`). So there are several ways to rematerialise a segment, each of which keeps less than the one before: a
+`Ladder`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import ceil
 from sys import maxsize
 
 from .graph import Graph, Operator, Path, once_for_each
+from .kept_results import is_opaque, kept_results
 from .residuals import kept_values
 
-Segments = Mapping[Path, Sequence[tuple[int, int]]]
+# Runs of equations by the nesting path of their level: the first of each, and one past the last.
+Runs = Mapping[Path, Sequence[tuple[int, int]]]
 
-# How many segments of a range are rematerialised, the first ones: all there are. 0 is none of them.
-ALL = maxsize
+# Ways to rematerialise a range: nothing, every segment on the lower rung of its ladder, and every one on the last.
+NONE, LIGHT, ALL = 0, maxsize // 2, maxsize
+
+# What is between them: the first segments on one, the others on the other one.
+LEGS = ((NONE, ALL), (NONE, LIGHT), (LIGHT, ALL))
+
+# Of shares that are computed.
+_ROUNDING = 1e-6
+
+# Of the lower rung: bytes moved again for a byte that is not kept (`kept_results`). Recomputing a chain of elementwise
+# operators reads and writes about this much.
+LIGHT_PRICE = 6.0
 
 # Candidate borders considered: those that the fewest bytes cross.
 _MAX_BORDERS = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """What is rematerialised.
+
+    Args:
+      runs: equations that are rematerialised together.
+      kept: paths of equations among them whose results are kept all the same.
+    """
+
+    runs: Runs = field(default_factory=dict)
+    kept: frozenset[Path] = frozenset()
+
+    def __bool__(self) -> bool:
+        return any(self.runs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Rung:
+    """A way to rematerialise one segment: runs of one level, and what is kept inside."""
+
+    level: Path
+    runs: tuple[tuple[int, int], ...]
+    kept: frozenset[Path] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The ways to rematerialise a program.
+
+    Each segment is on no rung, on a lower one or on the last, and of a program that is in between the first segments
+    are higher than the others: what is made first waits longest for the backward pass. These ways have numbers: none
+    (0); the first few segments on the last rung and the others on none; the first few, or all, on the lower rung and
+    the others on none; the first few, or all, on the last rung and the others on the lower one.
+
+    Args:
+      rungs: each keeps less than the one before: a way for each segment. One or two, or none where nothing can be
+        rematerialised.
+    """
+
+    rungs: tuple[tuple[_Rung, ...], ...]
+
+    @property
+    def segments(self) -> int:
+        """How many segments there are."""
+        return len(self.rungs[0]) if self.rungs else 0
+
+    @property
+    def top(self) -> int:
+        """The largest number: all segments on the last rung."""
+        return max(self.segments * (2 * len(self.rungs) - 1) - (len(self.rungs) > 1), 0)
+
+    def number(self, remat: int) -> int:
+        """The number that a number, LIGHT or ALL stands for."""
+        if remat == LIGHT and len(self.rungs) > 1:
+            return 2 * self.segments - 1
+        return min(remat, self.top)
+
+    def number_at(self, share: float) -> int:
+        """The number that is so far between none (0) and all segments on the last rung (1): up to the first third of
+        the way some are there and the others on none, up to the second they are on the lower rung, and then as in
+        `LEGS`. Where segments are too few for something in between it is one of the two ends, or NONE."""
+        if not 0 < share < 1 or not self.rungs:
+            return self.top if share >= 1 else 0
+        leg = min(ceil(3 * share - _ROUNDING) - 1, 2)
+        more = ceil((3 * share - leg) * self.segments - _ROUNDING)
+        if len(self.rungs) == 1:
+            return more if leg == 0 and more < self.segments else self.top
+        if leg == 0:
+            return min(more, self.segments - 1)
+        return leg * self.segments - 1 + more
+
+    def leg(self, remat: int) -> range:
+        """The numbers of the ways that have some segments on the same rung as this one and some on the same other."""
+        number, count = self.number(remat), self.segments
+        if len(self.rungs) < 2 or number < count:
+            return range(1, count)
+        return range(count, 2 * count) if number < 2 * count else range(2 * count, self.top)
+
+    def levels(self, remat: int) -> tuple[int, int, float]:
+        """How far up the first segments are and how far the others, each NONE, LIGHT or ALL; and which share of all
+        segments the first are."""
+        number, count = self.number(remat), max(self.segments, 1)
+        if len(self.rungs) < 2 or number < count:
+            return ALL, NONE, number / count
+        leg, more = divmod(number - count, count)
+        return (ALL if leg else LIGHT), (LIGHT if leg else NONE), (more + 1) / count
+
+    def at(self, remat: int) -> Segments:
+        """What is rematerialised in the way of a number."""
+        rungs = {LIGHT: self.rungs[:1], ALL: self.rungs[-1:], NONE: ()}
+        first, others, share = self.levels(remat)
+        count = round(share * self.segments)
+        chosen = [one for rung in rungs[first] for one in rung[:count]]
+        chosen += [one for rung in rungs[others] for one in rung[count:]]
+        runs: dict[Path, list[tuple[int, int]]] = {}
+        for one in chosen:
+            runs.setdefault(one.level, []).extend(one.runs)
+        kept = frozenset[Path]().union(*(one.kept for one in chosen))
+        return Segments({level: tuple(sorted(own)) for level, own in runs.items() if own}, kept)
+
+
+def ladder_of(graph: Graph, runs: Runs, *, price: float = LIGHT_PRICE) -> Ladder:
+    """The ladder of a program with these segments: first with what is dear inside them kept, and then without.
+
+    Args:
+      graph: of the program.
+      runs: its segments.
+      price: of memory on the lower rung (`kept_results`).
+    """
+    every = sorted(((*level, run[0]), level, run) for level, own in runs.items() for run in own)
+    if not every:
+        return Ladder(())
+    last = tuple(_Rung(level, (run,)) for _, level, run in every)
+    first = tuple(_light(graph, level, run, price) for _, level, run in every)
+    return Ladder((last,) if first == last else (first, last))
+
+
+def _light(graph: Graph, level: Path, run: tuple[int, int], price: float) -> _Rung:
+    """A segment on the lower rung: without the calls that are dear, and with what is dear kept."""
+    depth = len(level)
+    own = [op for op in _operators(graph, level, run) if op.region is None]
+    opaque = sorted({op.path[depth] for op in own if is_opaque(graph, op, price)})
+    pieces = [(a + 1, b) for a, b in pairwise([run[0] - 1, *opaque, run[1]]) if b - a > 2]
+    kept = frozenset[Path]()
+    for a, b in pieces:
+        inside = [op for op in own if a <= op.path[depth] < b]
+        made = {v for op in inside for v in op.results if v is not None}
+        # What others read is kept for them: it enters another segment, or an operator whose derivative reads it.
+        numbers = {op.index for op in inside}
+        later = {v for v in made if any(user not in numbers for user, _ in graph.consumers.get(v, ()))}
+        found = kept_results(graph, inside, depth + 1, later, price)
+        if any(op.path in found and not later.issuperset(op.results) for op in inside):
+            kept |= found
+    return _Rung(level, tuple(pieces), kept)
+
+
+def _operators(graph: Graph, level: Path, run: tuple[int, int]) -> Iterator[Operator]:
+    """The operators of a run, in program order, with those that are nested in them."""
+    depth = len(level)
+    for operator in graph.operators:
+        path = operator.path
+        if len(path) > depth and path[:depth] == level and run[0] <= path[depth] < run[1]:
+            yield operator
 
 
 @once_for_each
@@ -108,38 +270,19 @@ def _cuts_within(borders: Sequence[int], crossing: Sequence[float], prefix: Sequ
     return [borders[i] for i in reversed(cuts)]
 
 
-def count_of(segments: Segments) -> int:
-    """How many segments there are.
-
-    >>> count_of({(): ((0, 4), (7, 9)), (5,): ((0, 3),)})
-    3
-    """
-    return sum(len(runs) for runs in segments.values())
-
-
-def first_of(segments: Segments, count: int) -> dict[Path, tuple[tuple[int, int], ...]]:
-    """The first segments in program order, so many of them: what they make waits longest for the backward pass.
-
-    >>> first_of({(): ((0, 4), (7, 9)), (5,): ((0, 3),)}, 2)
-    {(): ((0, 4),), (5,): ((0, 3),)}
-    """
-    every = sorted((((*path, run[0]), path, run) for path, runs in segments.items() for run in runs))[:count]
-    kept = {path: tuple(run for _, at, run in every if at == path) for path in segments}
-    return {path: runs for path, runs in kept.items() if runs}
-
-
 def rematerialise(graph: Graph, segments: Segments) -> Graph:
-    """The graph with the operators of each segment marked as rematerialised together."""
+    """The graph with the operators of each segment marked as rematerialised together, and those whose results are
+    kept."""
 
     def region(path: Path) -> Path | None:
         for depth in range(len(path)):
-            for start, stop in segments.get(path[:depth], ()):
+            for start, stop in segments.runs.get(path[:depth], ()):
                 if start <= path[depth] < stop and -1 not in path[:depth]:
                     return (*path[:depth], start)
         return None
 
     def marked(operator: Operator) -> Operator:
         found = region(operator.path) if operator.region is None else None
-        return operator if found is None else operator.rematerialised(found)
+        return operator if found is None else operator.rematerialised(found, kept=operator.path in segments.kept)
 
     return replace(graph, operators=tuple(map(marked, graph.operators)))

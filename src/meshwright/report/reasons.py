@@ -33,7 +33,8 @@ def reasons(microbatches: int, stage: Stage, roles: Sequence[AxisRole]) -> Itera
     yield from _unsummed(stage)
     if ranges := stage.rematerialised_segments:
         what = f"activations of {counted(ranges, 'range')} of equations"
-        yield f"rematerialised: {what} computed again in the backward pass"
+        but = " but for what is dear to compute" if stage.kept_inside else ""
+        yield f"rematerialised: {what} computed again in the backward pass{but}"
 
 
 def details(stage: Stage) -> Iterator[str]:

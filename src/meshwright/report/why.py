@@ -153,7 +153,10 @@ def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float
         most = max(memory[number].share for number in full)
         where = stage_words(full, "rank") if shared else stage_words(stages, noun)
         yield f"memory binds on {where}: up to {format_percent(most)} of what a device has"
-    again = [number for number, stage in enumerate(plan.stages) if stage.rematerialised]
+    again = [number for number, stage in enumerate(plan.stages) if stage.remat == "layer"]
+    cheap = [number for number, stage in enumerate(plan.stages) if stage.remat == "selective"]
+    if cheap:
+        yield f"memory makes {stage_words(cheap, noun)} rematerialise, but little that is dear to compute"
     if again:
         forward = {n: plan.microbatches_of(n) * plan.stages[n].forward_seconds for n in again}
         work = max(sum(forward.get(n, 0.0) for n in rank.stages) for rank in ranks) / step
@@ -161,7 +164,7 @@ def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float
             f"memory makes {stage_words(again, noun)} rematerialise: up to {format_percent(work)} of the step is spent "
             f"on activations that are computed again"
         )
-    if not full and not again:
+    if not full and not again and not cheap:
         free = min(rank.limit_bytes - rank.held_bytes for rank in memory)
         if isfinite(free):
             yield f"memory does not bind: every device has {format_bytes(free)} or more left"

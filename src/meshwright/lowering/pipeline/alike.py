@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from ..._jax.jaxpr import ClosedJaxpr, Equation, is_literal, open_jaxpr
+from ...program.graph import Path
 from .slots import Role, Slot
 from .stage_program import StageProgram
 from .surroundings import Surroundings
@@ -43,11 +44,12 @@ def _of_core(core: ClosedJaxpr, stage: StageProgram) -> Hashable:
     def place(equation: int) -> int:
         return bisect_left(at, equation)
 
+    def placed(path: Path) -> Path:
+        return (place(path[0]), *path[1:]) if path else ()
+
     # Runs at the top level count in the program's equations, others in those of what they are nested in.
     remat = tuple(
-        ((place(path[0]), *path[1:]), runs)
-        if path
-        else (path, tuple((place(first), place(last)) for first, last in runs))
+        (placed(path), runs if path else tuple((place(first), place(last)) for first, last in runs))
         for path, runs in plan.rematerialised
     )
     return (
@@ -60,6 +62,7 @@ def _of_core(core: ClosedJaxpr, stage: StageProgram) -> Hashable:
         tuple((p.shape, p.spec) for p in plan.inputs),
         plan.gradient_exchange,
         remat,
+        tuple(map(placed, plan.kept_inside)),
         cut.program_inputs,
         cut.program_outputs,
         tuple(sorted(local[value] for value, _ in stage.sent)),  # to whom is looked up

@@ -39,7 +39,7 @@ from ...sharding import Spec
 from ..evaluate import ShardedProgram
 from ..local_value import LocalValue
 from ..microbatches import combined, grown_dims, reduction_of, share_of_loss
-from ..plan_of_program import algorithms_of, settled_of
+from ..plan_of_program import algorithms_of, segments_of, settled_of
 from .slots import Access, Role, Slot
 from .stage_jaxpr import stage_jaxpr
 
@@ -108,7 +108,7 @@ class StageProgram:
             algorithms_of(graph, stage, self.number),
             {values[v]: spec for v, spec in settled_of(self._staged.graph, stage, self.number).items() if v in values},
             self.sizes,
-            dict(stage.rematerialised),
+            segments_of(stage),
             positions=self._positions,
         )
 

@@ -219,7 +219,10 @@ def forward_runs(graph: Graph, operator: Operator) -> int:
 
 
 def forward_runs_of(graph: Graph, value: int, operator: Operator) -> int:
-    """How often a conversion of `value` made for (or right after) `operator` runs forward for one backward pass."""
+    """How often a conversion of `value` made for (or right after) `operator` runs forward for one backward pass. What
+    is kept inside a region is kept as its readers share it."""
+    if operator.kept and value in operator.results:
+        return 1
     return 2 if operator.region is not None and value in needed_again(graph)[1] else 1
 
 

@@ -121,6 +121,7 @@ def planned_stage(
     totals = account(solved.problem, chosen)
     rows = [held.rows for held in cut.parameters]
     part = solver.submeshes.part(placed.submesh)
+    segments = moved_segments(solved.segments, cut.equations[0] - solved.cut.equations[0])
     return Stage(
         layers=(placed.first, placed.last),
         devices=tuple(range(placed.submesh.first, placed.submesh.stop)),
@@ -129,9 +130,8 @@ def planned_stage(
         settled=tuple(sorted((cut.values[value], spec) for value, spec in chosen.resharded_once.items())),
         parameters=parameter_plans(graph, chosen, infos, rows, solved.problem),
         inputs=input_plans(graph, chosen),
-        rematerialised=tuple(
-            sorted(moved_segments(solved.segments, cut.equations[0] - solved.cut.equations[0]).items())
-        ),
+        rematerialised=tuple(sorted((level, tuple(runs)) for level, runs in segments.runs.items())),
+        kept_inside=tuple(sorted(segments.kept)),
         memory=counted_memory(
             graph, chosen, infos, solved.problem, solved.own_bytes(in_flight, delayed), workspace_bytes
         ),

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...program.segments import ALL
 from ...solve import Infeasible
 from ..inter.submeshes import Submesh
 from ..space.choice import Choice, LayoutNumbers, StageChoice
@@ -84,8 +83,7 @@ def _balanced(stages: Stages, count: int, budget: Budget) -> dict[int, _Stages]:
         for choice in stages.ways(count, first, last, submesh):
             if (beside := _mesh_beside(stages, count, choice)) is None:
                 continue
-            again, kind = _layers_again(stages, count, choice), stages.like(submesh)
-            ranges = [(ALL, first, again), (0, again, last)]
+            kind, ranges = stages.like(submesh), _levels(stages, count, choice)
             with np.errstate(invalid="ignore"):  # layers without layouts
                 whole = sum(
                     np.subtract(*sums(kind, beside, n)[[end, start]]) for n, start, end in ranges if end > start
@@ -115,10 +113,12 @@ def _balanced(stages: Stages, count: int, budget: Budget) -> dict[int, _Stages]:
     return {n: one for n, one in found.items() if ends is None or [stage.last for stage in one.stages] == list(ends)}
 
 
-def _layers_again(stages: Stages, count: int, stage: StageChoice) -> int:
-    """One past the last of the layers that a stage computes again: as large a share of them as of its segments."""
-    most = stages.remats(count, stage.first, stage.last)[-1]
-    return stage.first + (round((stage.last - stage.first) * stage.remat / most) if most else 0)
+def _levels(stages: Stages, count: int, stage: StageChoice) -> list[tuple[int, int, int]]:
+    """How far up its ladder of rematerialisation each range of a stage's layers is, with its bounds: as large a share
+    of the layers as of the segments."""
+    above, below, share = stages.ladder(count, stage.first, stage.last).levels(stage.remat)
+    bound = stage.first + round((stage.last - stage.first) * share)
+    return [(above, stage.first, bound), (below, bound, stage.last)]
 
 
 def _mesh_beside(stages: Stages, count: int, stage: StageChoice) -> int | None:
@@ -156,9 +156,9 @@ def _as_alone(stages: Stages, choice: Choice, number: int) -> LayoutNumbers | No
     mesh = _mesh_beside(stages, choice.microbatches, stage)
     if mesh is None:
         return None
-    again = _layers_again(stages, choice.microbatches, stage)
-    for layer in range(stage.first, stage.last):
-        alone = _layer_choice(choice.microbatches, layer, stage.submesh, mesh, ALL if layer < again else 0)
+    levels = _levels(stages, choice.microbatches, stage)
+    for level, layer in ((level, layer) for level, first, last in levels for layer in range(first, last)):
+        alone = _layer_choice(choice.microbatches, layer, stage.submesh, mesh, level)
         fastest = stages.layouts(alone, 0).problem.fastest
         if fastest.choices is not None:
             wanted |= stages.operators(alone, 0, fastest.choices)

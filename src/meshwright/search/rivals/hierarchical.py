@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 
 from ...errors import MemoryExceeded
-from ...program.segments import count_of
 from ...program.staged import whole_program
 from ...schedule import WORTH_SPLITTING
 from ..driver import Part, search_parts
@@ -70,7 +69,9 @@ def _one_stage(space: Space, faster_than_seconds: float, seconds: float) -> Sear
         time_limit_seconds=seconds, faster_than_seconds=faster_than_seconds, gap=space.gap,
     )  # fmt: skip
     found = StageSearch(request).run(space.stages.reserve)
-    return replace(found, stages=())  # layers are not those of the space
+    # Layers are not those of the space.
+    (stage,) = found.stages
+    return replace(found, stages=(stage._replace(first=0, last=space.stages.layers(found.plan.microbatches)),))
 
 
 def _several_stages(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:
@@ -92,17 +93,11 @@ def _choice(space: Space, found: SearchResult) -> Choice:
         meshes = space.stages.meshes(count, first, last, submesh)
         return [tuple((axis.name, axis.size) for axis in mesh.axes) for mesh in meshes].index(axes)
 
-    if not found.stages:
-        (stage,) = found.plan.stages
-        layers, remat = space.stages.layers(count), stage.rematerialised_segments
-        mesh = number(0, layers, space.stages.whole, tuple(stage.mesh))
-        return Choice(count, (StageChoice(0, layers, space.stages.whole, mesh, remat),))
     stages = []
     for first, last, submesh, option in found.stages:
         solved: SolvedStage = option.tag
         mesh = number(first, last, submesh, tuple((axis.name, axis.size) for axis in solved.mesh.axes))
-        remat, layouts = count_of(solved.segments), solved.chosen.solution.choices
-        stages.append(StageChoice(first, last, submesh, mesh, remat, layouts))
+        stages.append(StageChoice(first, last, submesh, mesh, solved.remat, solved.chosen.solution.choices))
     choice = Choice(count, tuple(stages))
     # One stage alone has other costs than as a pipeline's: its layouts are solved again.
     return choice if len(stages) > 1 else choice.structure

@@ -12,6 +12,7 @@ from math import isfinite
 
 from ...cluster import LogicalMesh
 from ...errors import PlanError
+from ...program.segments import Ladder
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import Kinds, meshes_alone
 from ..inter.submeshes import Submesh, Submeshes
@@ -156,11 +157,14 @@ class Stages:
         return self._kinds.meshes[self._kinds[submesh]]
 
     def remats(self, microbatches: int, first: int, last: int) -> tuple[int, ...]:
-        """How many segments of a stage of these layers may be rematerialised, the first ones: none, some or all."""
-        alone = self._is_whole(microbatches, first, last)
-        count = self.costs_in(microbatches, alone=alone).solver.segment_count(first, last)
-        wish = self.request.remat
+        """The ways to rematerialise a stage of these layers (`program.segments`), from nothing to everything."""
+        count, wish = self.ladder(microbatches, first, last).top, self.request.remat
         return tuple(range(count + 1)) if wish is None else (count if wish == "layer" else 0,)
+
+    def ladder(self, microbatches: int, first: int, last: int) -> Ladder:
+        """What these ways are."""
+        alone = self._is_whole(microbatches, first, last)
+        return self.costs_in(microbatches, alone=alone).solver.ladder(first, last)
 
     def ways(self, microbatches: int, first: int, last: int, submesh: Submesh) -> Iterator[StageChoice]:
         """A stage of these layers on a submesh, in all ways to run it."""

@@ -13,18 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 
 import numpy as np
 
-from ...program.segments import ALL, count_of, first_of
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import Kinds, WantedMesh
 from ..inter.problem import Crossing, InterOpProblem, Option, PlacedStage, best_of, loose_ends
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import ParameterInfo
 from ..restrictions.constraints import Constraints
-from .estimates import StageEstimates
+from .estimates import LIGHT_SHARE, StageEstimates
 from .repeated_blocks import in_parts
 from .reserve import MemoryReserve
 from .solved import SolvedStage, better_of
@@ -328,22 +327,17 @@ class StageCosts:
             solved.append(option)
         return solved
 
-    def _segments_of(self, place: Place, again: float) -> int:
-        """How many segments of a range are this share of them."""
-        if again in (0.0, 1.0):
-            return ALL if again else 0
-        count = self.solver.segment_count(place.first, place.last)
-        return min(max(ceil(again * count), 1), max(count - 1, 1))
-
     def _loosely(
         self, place: Place, again: float, in_flight: int, limit: float, best: float
     ) -> tuple[SolvedStage, int] | None:
-        """The best solution in so many bytes of a device that forests find, and how many segments it computes again:
-        none, all, or about that share of them. More and fewer are tried too, as long as that may be faster than `best`
-        seconds of a step."""
-        count = self.solver.segment_count(place.first, place.last)
-        if 0 < again < 1 and count < 2:
-            return None  # its parts have more segments than the range
+        """The best solution in so many bytes of a device that forests find, and how it is rematerialised: as a ladder
+        is so far up. Where some segments are higher than others, more and fewer are tried too, as long as that may be
+        faster than `best` seconds of a step."""
+        ladder = self.solver.ladder(place.first, place.last)
+        at = ladder.number_at(again)
+        if 0 < again < 1 and at in (0, ladder.top):
+            return None  # its parts have more segments than the range, or more rungs
+        leg = ladder.leg(at)
         found: dict[int, SolvedStage | None] = {}
 
         def seconds(remat: int) -> float:
@@ -352,14 +346,13 @@ class StageCosts:
             stage = found[remat]
             return inf if stage is None else self.estimates.step_seconds(option_of(stage))
 
-        at = self._segments_of(place, again)
-        step = max(count // _STEPS, 1) if 0 < again < 1 else 0
+        step = max(ladder.segments // _STEPS, 1) if again not in (0.0, LIGHT_SHARE, 1.0) else 0
         while step and len(found) < _TRIES:
             # What does not fit may do so with more; what is much slower than another way is not looked into.
             here = seconds(at)
             if here > _MUCH * best and isfinite(here):
                 break
-            near = [one for one in (at + step, at - step) if 0 < one < count and (one > at or isfinite(here))]
+            near = [one for one in (at + step, at - step) if one in leg and (one > at or isfinite(here))]
             better = next((one for one in near if seconds(one) < here), None)
             if better is not None:
                 at = better
@@ -415,7 +408,7 @@ class StageCosts:
                 if weight >= best:
                     break
                 place = Place(first, last, kind, number)
-                remat = self._segments_of(place, again)
+                remat = self.solver.ladder(first, last).number_at(again)
                 for stage in self.solver.around(place, remat, in_flight, limit_bytes, stages):
                     found.append(option_of(stage))
                     if stages * stage.own_bytes(in_flight) + stage.seconds.workspace_bytes <= limit_bytes:
@@ -438,7 +431,7 @@ class StageCosts:
         if stage.certain_share >= 1 - self.solver.gap or self._left_seconds() < 0:
             return option
         place = Place(first, last, kind, self.solver.meshes[kind].index(stage.mesh))
-        found = self.solver.within(place, count_of(stage.segments), in_flight, stage.held_bytes(in_flight))
+        found = self.solver.within(place, stage.remat, in_flight, stage.held_bytes(in_flight))
         if found is None:
             return option
         least = min(found.chosen.solution.lower_bound / stage.chosen.solution.objective, 1.0)
@@ -459,8 +452,7 @@ def adopted(option: Option, solver: StageSolver, first: int, last: int) -> Optio
     if cut.fingerprint != solved.cut.fingerprint:
         return None
     if solved not in solver.adopted:  # of equal ranges one is enough, wherever they are
-        every = solver.segments_of(cut, first, last) if solved.segments else {}
-        segments = first_of(every, count_of(solved.segments))
+        segments = solver.ladder_of(cut, first, last).at(solved.remat)
         solver.adopted[solved] = replace(solved, cut=cut, segments=segments)
     return option._replace(tag=solver.adopted[solved])
 

@@ -29,7 +29,7 @@ from math import ceil, inf, log
 
 import numpy as np
 
-from ...program.segments import ALL
+from ...program.segments import ALL, LEGS, LIGHT, NONE
 from ...program.staged import StagedProgram
 from ..inter.problem import Option, best_of
 from .range_table import (
@@ -62,7 +62,11 @@ _NEAR = 1.25
 # Some segments are computed again where all or none take this much longer than what would do without memory.
 _WORTH = 1.02
 
-# In place of how many segments are rematerialised: as few as fit. The fewest bytes are those of all of them.
+# How far a range is between nothing and all, as of `Ladder.number_at`.
+LIGHT_SHARE = 2 / 3
+_SHARES = {NONE: 0.0, LIGHT: LIGHT_SHARE, ALL: 1.0}
+
+# In place of one of these: as few steps as fit. The fewest bytes are those of all of them.
 _MIXED = -ALL
 
 
@@ -87,7 +91,7 @@ class StageEstimates:
         self.solver = solver
         self._check = check
         self._same = 1 + solver.gap  # ways whose seconds differ by less are the same: ranges are solved no closer
-        self._wishes = [count for name, count in (("none", 0), ("layer", ALL)) if remat in (None, name)]
+        self._wishes = {None: [NONE, LIGHT, ALL], "none": [NONE], "layer": [ALL]}[remat]
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         # Of each layer the number of its first part, and the number of all parts.
         self._starts = np.array([*(starts[start] for start, _ in program.layers), len(solver.program.layers)])
@@ -256,8 +260,8 @@ class StageEstimates:
         self, first: int, last: int, kind: int, in_flight: int, *, all_ways: bool = False
     ) -> list[tuple[float, int, float]]:
         """The least seconds that a stage can be expected to take in a step, the number of its logical mesh, and the
-        share of its segments that it computes again (0, 1, or what memory asks for) as far as that can matter; the
-        least first.
+        way to rematerialise it as far as that can matter (`Ladder.number_at`: nothing, all segments on a rung, or what
+        memory asks for); the least first.
 
         Args:
           first: of its layers.
@@ -272,7 +276,7 @@ class StageEstimates:
             (self.step_seconds(option_of(way, number)), number, way[AGAIN])
             for number, way in table.ways_of(first, last, at)
         ]
-        left, extremes = table.left_of(first, last), [float(remat > 0) for remat in self._wishes]
+        left, extremes = table.left_of(first, last), [_SHARES[remat] for remat in self._wishes]
         if all_ways:  # nothing is faster for being computed twice
             told = {(number, again) for _, number, again in found}
             found += [(weight, n, again) for weight, n, _ in found for again in extremes if (n, again) not in told]
@@ -420,21 +424,26 @@ class StageEstimates:
         self, kind: int, number: int, _: int, about: float, others: Sequence[float], times: np.ndarray,
         share: float, ranges: Ranges, wanted: np.ndarray, limits: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
-        """As `_least_price`, where some segments are computed again and others not, at the price at which that takes
-        the fewest seconds."""
+        """As `_least_price`, where some segments are a rung higher up the ladder than others, at the price at which
+        that takes the fewest seconds."""
         found = np.full((FIELDS, *wanted.shape), np.inf)
         first, last = ranges
         segments = self._sums.segments[last] - self._sums.segments[first]
         for price in range(len(self._prices) + 1):
             level = about if price else 1.0
-            plain, again = (
-                self._of_share(self._sums(kind, number, remat, price, level, ranges, others), share, remat)
-                for remat in (0, ALL)
-            )
-            now = mixed(plain, again, limits, times, segments)
-            seconds = now[FORWARD] + now[BACKWARD]
-            take = wanted & (seconds < found[FORWARD] + found[BACKWARD]) & (seconds <= most)
-            found[:, take] = now[:, take]
+            ways = {
+                remat: self._of_share(self._sums(kind, number, remat, price, level, ranges, others), share, remat)
+                for remat in self._wishes
+            }
+            plain, again = ways[NONE], ways[ALL]
+            take = np.zeros(wanted.shape, bool)
+            for leg, (below, above) in enumerate(LEGS):
+                now = mixed(ways[below], ways[above], limits, times, segments)
+                now[AGAIN] = (leg + now[AGAIN]) / len(LEGS)
+                seconds = now[FORWARD] + now[BACKWARD]
+                better = wanted & (seconds < found[FORWARD] + found[BACKWARD]) & (seconds <= most)
+                found[:, better] = now[:, better]
+                take |= better
             held = again[CONSTANT] + times * again[KEPT]
             if not take.any() and not (wanted & np.isinf(found[FORWARD]) & (held > limits)).any():
                 break  # at higher prices what fits is slower
@@ -450,7 +459,7 @@ class StageEstimates:
         """The fields of microbatches of this share, workspace among what is there throughout."""
         forward, backward, weight, once, constant, kept, workspace = sums
         fixed = constant + share * workspace
-        again = np.full(len(kept), float(remat > 0))
+        again = np.full(len(kept), _SHARES[remat])
         return np.array([share * forward, share * backward, share * weight, once, fixed, share * kept, again])
 
     def _least(self, kind: int, number: int, remat: int, ranges: Ranges) -> np.ndarray:

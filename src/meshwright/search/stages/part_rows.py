@@ -72,7 +72,7 @@ class PartRows:
 
         Args:
           place: of the part.
-          remat: how many of its segments are rematerialised.
+          remat: the way to rematerialise it (`program.segments`).
 
         Raises:
           OutOfTime: if it is late.
@@ -87,7 +87,7 @@ class PartRows:
             if remat and solver.segments(place.first, place.last):
                 # At best all of it is split over all devices: no problem need be built to know that.
                 devices = solver.meshes[place.kind][place.mesh].num_devices
-                kept = inputs[:, 1].sum() + solver.kept_bytes(place.first, place.last) / devices
+                kept = inputs[:, 1].sum() + solver.kept_bytes(place.first, place.last, remat) / devices
                 workspace = AS_BAD * solver.graph(place.first, place.last, remat)[1].bytes / devices
             self._rows[key] = PartRow(
                 sums=(*(0.0,) * 6, least.constant, kept, 0.0), workspace=workspace, cotangents=0.0,
@@ -104,7 +104,7 @@ class PartRows:
 
         Args:
           place: of the part.
-          remat: how many of its segments are rematerialised.
+          remat: the way to rematerialise it (`program.segments`).
           prices: in seconds a byte, all of them: they are found out together.
           number: 0 for no price, else from 1 which one.
           in_flight: microbatches.
@@ -135,7 +135,8 @@ class PartRows:
         return self._rows[*about, number, in_flight]
 
     def _key(self, place: Place, remat: int) -> tuple[Any, ...]:
-        return self._solver.number(place.first, place.last), place.kind, place.mesh, remat
+        way = self._solver.ladder(place.first, place.last).number(remat) if remat else 0
+        return self._solver.number(place.first, place.last), place.kind, place.mesh, way
 
 
 def _no_part(inputs: int, outputs: int) -> PartRow:

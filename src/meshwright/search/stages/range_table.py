@@ -16,7 +16,7 @@ from ..inter.problem import Option
 PARTS_ALONE = 0.97
 
 # What is summed up for a range, in this order. In a table workspace is part of what is there throughout, and in its
-# place is the share of its segments that a range computes again.
+# place is how far a range is up its ladder (`Ladder.number_at`).
 FORWARD, BACKWARD, WEIGHT, ONCE, CONSTANT, KEPT, WORKSPACE = range(7)
 AGAIN, FIELDS = WORKSPACE, 7
 
@@ -92,17 +92,18 @@ def option_of(fields: Sequence[float], number: int) -> Option:
 def mixed(
     plain: np.ndarray, again: np.ndarray, limits: np.ndarray, times: np.ndarray, segments: np.ndarray
 ) -> np.ndarray:
-    """Ways to run ranges that compute as few of their segments again as fit memory: fields as in a table, infinite
-    where no segment has to be, or not even all are enough. A range of 4 segments that holds 10 bytes or, all computed
-    again, 2 has 3 of them computed again where 5 bytes are what there is:
+    """Ways to run ranges of which some segments are a rung higher up the ladder than the others, as few as fit memory:
+    fields as in a table, with the share of the former in the place of AGAIN, and infinite where none has to be, or not
+    even all are enough. A range of 4 segments that holds 10
+    bytes or, all of them a rung higher, 2 has 3 there where 5 bytes are what there is:
 
-    >>> plain, again = (np.array([[1.0], [2.0], [0.0], [0.0], [0.0], [held], [r]]) for held, r in ((10.0, 0), (2.0, 1)))
+    >>> plain, again = (np.array([[1.0], [2.0], [0.0], [0.0], [0.0], [held], [0.0]]) for held in (10.0, 2.0))
     >>> mixed(plain, again, np.array([5.0]), np.array([[1.0]]), np.array([4]))[[KEPT, AGAIN], 0, 0].tolist()
     [4.0, 0.75]
 
     Args:
-      plain: fields where nothing is computed again, `[field, range]`.
-      again: where all segments are.
+      plain: fields where all segments are on a rung, `[field, range]`.
+      again: where they are on the next one, and hold less.
       limits: bytes on a device, `[range]`.
       times: microbatches in flight, `[in flight, 1]`.
       segments: how many each range has, `[range]`.
@@ -113,5 +114,6 @@ def mixed(
         possible = (share > 0) & (share < 1) & (least <= limits)
         share = np.where(possible, share, 0.0)
         found = (1 - share) * plain[:, None] + share * again[:, None]
+    found[AGAIN] = share
     found[:, ~possible] = np.inf
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...program.cut import Cut, whole_cut
 from ...program.graph import Graph
 from ...program.residuals import kept_values
-from ...program.segments import ALL, Segments, count_of, first_of, layer_segments, rematerialise
+from ...program.segments import Ladder, Segments, ladder_of, layer_segments, rematerialise
 from ...program.staged import StagedProgram
 from ..intra.problem import trips_of
 from ..intra.workspace import Workspace, workspace_of
@@ -24,9 +24,9 @@ class Ranges:
     def __init__(self, program: StagedProgram, *, alone: bool = False, platform: str = "cpu") -> None:
         self.program, self._alone, self._platform = program, alone, platform
         self._cuts: dict[tuple[int, int], Cut] = {}
-        self._segments: dict[tuple[int, int], Segments] = {}
+        self._ladders: dict[tuple[int, int], Ladder] = {}
         self._graphs: dict[tuple[int, int, int], tuple[Graph, Workspace]] = {}
-        self._kept: dict[tuple[int, int], float] = {}
+        self._kept: dict[tuple[int, int, int], float] = {}
 
     def cut(self, first: int, last: int) -> Cut:
         """The layers `first` to before `last` as a graph."""
@@ -39,20 +39,25 @@ class Ranges:
             self._cuts[first, last] = found
         return self._cuts[first, last]
 
-    def segments(self, first: int, last: int, remat: int = ALL) -> Segments:
-        """What a range rematerialises, the first so many of its segments."""
-        if (first, last) not in self._segments:
-            self._segments[first, last] = self.segments_of(self.cut(first, last), first, last)
-        every = self._segments[first, last]
-        return every if remat >= count_of(every) else first_of(every, remat)
+    def ladder(self, first: int, last: int) -> Ladder:
+        """The ways to rematerialise a range."""
+        if (first, last) not in self._ladders:
+            cut = self.cut(first, last)
+            self._ladders[first, last] = self.ladder_of(cut, first, last)
+        return self._ladders[first, last]
 
-    def segments_of(self, cut: Cut, first: int, last: int) -> Segments:
-        """What a range rematerialises, by paths of a cut of its own. The only stage of a plan keeps one microbatch, a
-        stage of several at least two."""
-        return layer_segments(cut.graph) if self._alone else stage_segments(cut, self.program.layers[first:last])
+    def segments(self, first: int, last: int, remat: int) -> Segments:
+        """What a range rematerialises in one of the ways."""
+        return self.ladder(first, last).at(remat)
+
+    def ladder_of(self, cut: Cut, first: int, last: int) -> Ladder:
+        """The same, by paths of a cut of its own. The only stage of a plan keeps one microbatch, a stage of several at
+        least two."""
+        alone, layers = self._alone, self.program.layers[first:last]
+        return ladder_of(cut.graph, layer_segments(cut.graph) if alone else stage_segments(cut, layers))
 
     def graph(self, first: int, last: int, remat: int) -> tuple[Graph, Workspace]:
-        """A range with the first so many of its segments marked as rematerialised, and its workspace."""
+        """A range with what is rematerialised in one of the ways marked, and its workspace."""
         key = first, last, remat
         if key not in self._graphs:
             graph = self.cut(first, last).graph
@@ -65,12 +70,11 @@ class Ranges:
             )
         return self._graphs[key]
 
-    def kept_bytes(self, first: int, last: int) -> float:
-        """What a rematerialised range keeps for each microbatch, all devices together."""
-        if (first, last) not in self._kept:
-            graph, _ = self.graph(first, last, ALL)
+    def kept_bytes(self, first: int, last: int, remat: int) -> float:
+        """What a range keeps for each microbatch, all devices together."""
+        key = first, last, remat
+        if key not in self._kept:
+            graph, _ = self.graph(first, last, remat)
             makers = {v: graph.operators[graph.producer[v][0]] for v in kept_values(graph)}
-            self._kept[first, last] = sum(
-                graph.values[v].bytes * trips_of(operator, v) for v, operator in makers.items()
-            )
-        return self._kept[first, last]
+            self._kept[key] = sum(graph.values[v].bytes * trips_of(operator, v) for v, operator in makers.items())
+        return self._kept[key]

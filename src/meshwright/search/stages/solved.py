@@ -23,6 +23,7 @@ class SolvedStage:
       problem: with its graph.
       chosen: its solution.
       mesh: logical mesh.
+      remat: the way to rematerialise it (`program.segments`).
       segments: what is rematerialised, by paths of the solved cut.
       seconds: of the solution.
     """
@@ -31,6 +32,7 @@ class SolvedStage:
     problem: StageProblem
     chosen: IntraOpSolution
     mesh: LogicalMesh
+    remat: int
     segments: Segments
     seconds: StageSeconds
 

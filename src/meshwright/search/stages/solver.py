@@ -12,7 +12,7 @@ from ...program.cut import Cut
 from ...program.graph import Graph
 from ...program.parameter_values import values_of_parameters
 from ...program.residuals import kept_in_one_program
-from ...program.segments import ALL, Segments, count_of
+from ...program.segments import ALL, Ladder, Segments
 from ...program.staged import StagedProgram
 from ...solve import Infeasible, Unsolved
 from ..inter.logical_meshes import Kinds
@@ -152,24 +152,24 @@ class StageSolver:
         return self._alike.setdefault(self.number(first, last), (first, last))
 
     def segments(self, first: int, last: int, remat: int = ALL) -> Segments:
-        """What a range rematerialises, the first so many of its segments, by the places of the first that is alike."""
+        """What a range rematerialises in one of the ways, by the places of the first that is alike."""
         return self._ranges.segments(*self._first_alike(first, last), remat)
 
-    def segment_count(self, first: int, last: int) -> int:
-        """How many segments of a range can be rematerialised."""
-        return count_of(self.segments(first, last))
+    def ladder(self, first: int, last: int) -> Ladder:
+        """The ways to rematerialise a range, by the places of the first that is alike."""
+        return self._ranges.ladder(*self._first_alike(first, last))
 
-    def segments_of(self, cut: Cut, first: int, last: int) -> Segments:
-        """As `Ranges.segments_of`."""
-        return self._ranges.segments_of(cut, first, last)
+    def ladder_of(self, cut: Cut, first: int, last: int) -> Ladder:
+        """As `Ranges.ladder_of`."""
+        return self._ranges.ladder_of(cut, first, last)
 
     def graph(self, first: int, last: int, remat: int) -> tuple[Graph, Workspace]:
         """As `Ranges.graph`."""
         return self._ranges.graph(*self._first_alike(first, last), remat)
 
-    def kept_bytes(self, first: int, last: int) -> float:
-        """What a rematerialised range keeps for each microbatch, all devices together."""
-        return self._ranges.kept_bytes(*self._first_alike(first, last))
+    def kept_bytes(self, first: int, last: int, remat: int) -> float:
+        """What a range keeps for each microbatch, all devices together."""
+        return self._ranges.kept_bytes(*self._first_alike(first, last), remat)
 
     def problem(self, place: Place, remat: int) -> tuple[StageProblem, Segments, Cut]:
         """The problem of a range, built once for all ranges that are the same program, with what it rematerialises and
@@ -177,7 +177,7 @@ class StageSolver:
         key = self._key(place, remat)
         if key not in self._problems:
             cut = self.cut(*self._first_alike(place.first, place.last))
-            segments = self.segments(place.first, place.last, remat) if remat else {}
+            segments = self.segments(place.first, place.last, remat)
             graph, workspace = self.graph(place.first, place.last, remat)
             problem = StageProblem(
                 cut,
@@ -203,7 +203,8 @@ class StageSolver:
             self._problems.clear()
 
     def _key(self, place: Place, remat: int) -> tuple[int, int, int, int]:
-        remat = ALL if 0 < remat < ALL and remat >= self.segment_count(place.first, place.last) else remat
+        if remat:
+            remat = self.ladder(place.first, place.last).number(remat)
         return self.number(place.first, place.last), place.kind, place.mesh, remat
 
     def relax(self, place: Place) -> bool:
@@ -253,7 +254,7 @@ class StageSolver:
 
         Args:
           place: the range and where it runs.
-          remat: how many of its segments are rematerialised.
+          remat: the way to rematerialise it (`program.segments`).
           prices: in seconds per byte, each with the microbatches in flight.
           gap: at which to stop, relative to the seconds.
         """
@@ -284,7 +285,7 @@ class StageSolver:
         """Many prices have the same answer: it is looked at once."""
         key = (*self._key(place, remat), choices)
         if key not in self._same:
-            self._same[key] = self._solved(place, built, built[0].chosen(choices, share))
+            self._same[key] = self._solved(place, remat, built, built[0].chosen(choices, share))
         return self._same[key]
 
     def proven(
@@ -294,7 +295,7 @@ class StageSolver:
 
         Args:
           place: the range and where it runs.
-          remat: how many of its segments are rematerialised.
+          remat: the way to rematerialise it (`program.segments`).
           in_flight: microbatches.
           limit: bytes on a device.
           gap: relative, at which to stop.
@@ -311,18 +312,18 @@ class StageSolver:
             return None
         except Unsolved:
             return None
-        return self._solved(place, built, chosen)
+        return self._solved(place, remat, built, chosen)
 
     def laid_out(self, place: Place, remat: int, layouts: tuple[int, ...]) -> SolvedStage:
         """A range in given layouts, whatever they take and hold.
 
         Args:
           place: the range and where it runs.
-          remat: how many of its segments are rematerialised.
+          remat: the way to rematerialise it (`program.segments`).
           layouts: of each node of its problem the number of the choice.
         """
         built = self.problem(place, remat)
-        return self._solved(place, built, built[0].chosen(layouts, 0.0, proven=False))
+        return self._solved(place, remat, built, built[0].chosen(layouts, 0.0, proven=False))
 
     def within(
         self, place: Place, remat: int, in_flight: int, limit: float, *, loosely: bool = False,
@@ -332,7 +333,7 @@ class StageSolver:
 
         Args:
           place: the range and where it runs.
-          remat: how many of its segments are rematerialised.
+          remat: the way to rematerialise it (`program.segments`).
           in_flight: microbatches.
           limit: bytes on a device.
           loosely: whether what forests find will do, wherever they find anything; the bound is then as far as it is.
@@ -350,7 +351,7 @@ class StageSolver:
 
         Args:
           place: the range and where it runs.
-          remat: how many of its segments are rematerialised.
+          remat: the way to rematerialise it (`program.segments`).
           in_flight: microbatches.
           limit: bytes on a device.
           stages: of the device: they run in turn, and share a workspace.
@@ -401,11 +402,14 @@ class StageSolver:
         except Unsolved:
             self.left_open = True
             return None
-        return self._solved(place, built, chosen)
+        return self._solved(place, remat, built, chosen)
 
-    def _solved(self, place: Place, built: tuple[StageProblem, Segments, Cut], chosen: IntraOpSolution) -> SolvedStage:
+    def _solved(
+        self, place: Place, remat: int, built: tuple[StageProblem, Segments, Cut], chosen: IntraOpSolution
+    ) -> SolvedStage:
         problem, segments, cut = built
         return SolvedStage(
             cut=cut, problem=problem, chosen=chosen, mesh=self.meshes[place.kind][place.mesh],
-            segments=segments, seconds=problem.seconds(chosen.solution.choices, chosen.solution.objective),
+            remat=self._key(place, remat)[-1], segments=segments,
+            seconds=problem.seconds(chosen.solution.choices, chosen.solution.objective),
         )  # fmt: skip

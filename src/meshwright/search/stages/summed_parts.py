@@ -20,6 +20,9 @@ from .solver import Place, StageSolver
 # Prices of memory, in units of the whole program's seconds over the limit. Chosen, not measured.
 PRICES: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 
+# Sums that are remembered for ranges before all are forgotten: seven for each of up to so many, 100 MB.
+_MOST_NUMBERS = 1 << 21
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
@@ -57,11 +60,16 @@ class SummedParts:
         self._shared_inputs: dict[tuple[int, bool], SharedInputs] = {}
         self._columns: dict[tuple[int, int, int, int, float], _Column] = {}
         self._weights: dict[tuple[int, int], float] = {}
+        # All ranges, and where each is among them, `[first, last]`.
+        self._ranges = np.array(np.triu_indices(len(starts), 1))
+        self._numbers = np.zeros((len(starts), len(starts)), dtype=int)
+        self._numbers[*self._ranges] = np.arange(self._ranges.shape[1])
+        self._known: dict[tuple[int, int, int, int, float], np.ndarray] = {}
 
     @cached_property
     def segments(self) -> np.ndarray:
         """How many segments the parts up to each layer can rematerialise."""
-        each = [self._solver.segment_count(part, part + 1) for part in range(int(self._starts[-1]))]
+        each = [self._solver.ladder(part, part + 1).segments for part in range(int(self._starts[-1]))]
         return np.cumsum([0, *each])[self._starts]
 
     def least_bytes(self, kind: int, number: int, remat: int, ranges: Ranges) -> np.ndarray:
@@ -75,6 +83,17 @@ class SummedParts:
     ) -> np.ndarray:  # fmt: skip
         """The parts of ranges, each by itself at one price of memory: `[field, range]`, with seconds that are infinite
         where there is no layout; `others` as of `PartRows.priced`."""
+        key = kind, number, remat, price, in_flight
+        if key not in self._known:
+            # A few ranges take nearly as long as all, and others are asked for next, or the same ones again.
+            if len(self._known) * self._numbers.size >= _MOST_NUMBERS:
+                self._known.clear()
+            self._known[key] = self._of_ranges(*key, self._ranges, others)
+        return self._known[key][:, self._numbers[*ranges]]
+
+    def _of_ranges(
+        self, kind: int, number: int, remat: int, price: int, in_flight: float, ranges: Ranges, others: Sequence[float]
+    ) -> np.ndarray:
         column = self._column(kind, number, remat, price, in_flight, others)
         forward, backward, weight, _, once, shared, constant, kept, missing = self._differences(column.sums, ranges)
         twice, once_twice, constant_twice, kept_twice = self._inputs(remat, price).twice(column.twice, ranges)

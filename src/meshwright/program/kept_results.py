@@ -1,0 +1,141 @@
+"""Which results of a rematerialised region are kept after all: a minimum cut at a price of memory.
+
+The backward pass reads some values that a region makes. Each of them is kept from the forward pass, or made again from
+what it is made of, which then has to be there in turn. A kept value costs its bytes times a price, an operator that
+runs again its seconds, and the least sum of both is a minimum cut (a closure: who computes something again needs its
+operands), found exactly.
+
+Seconds are counted in bytes moved: what a chip reads or writes in the time that something takes. So the price is a
+number without a unit, how many bytes may be moved again for one that need not be kept. At a price of 4 the results of
+products with weights are kept, whose contractions are thousands long, and scores of attention, sums and everything
+between them are not: what is known as selective recomputation.
+
+Sources: the cut, Shokoohi et al. in the partitioner of PyTorch's AOTAutograd ("min-cut rematerialization", 2022), there
+without a price; selective recomputation, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", MLSys 2023.
+
+Known limits: bytes and seconds are those of the unsplit program, so that a cut is the same for all layouts; what lives
+while a region is computed again is not priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from .graph import CALLS, Graph, Operator, Path
+from .residuals import RESULT_READ, is_cheap, is_stored, read_by_backward
+
+# FLOPs that a chip does in the time in which it moves a byte. In 16 bits or less these are 139 (V100) to 295 (H100),
+# TPUs between them; in float32 5 to 25, and in float64 less.
+_FLOPS_A_BYTE = 120.0
+_FLOPS_A_WIDE_BYTE = {"float32": 12.0, "float64": 6.0, "complex64": 12.0, "complex128": 6.0}
+
+# Arithmetic of a random number by Threefry, which is a hundred operations without a matrix unit.
+_RANDOM = 8.0
+
+# Largest capacity in the flow, in which all others are counted: SciPy has 32 bits for the sum of all.
+_RESOLUTION = 1 << 18
+_NEVER = 1 << 29
+
+# Calls of kernels with derivatives of their own keep what these read, results among it, which no name reaches.
+_OPAQUE = CALLS | {"attention", "sorted_rows"}
+
+
+def moved_again(graph: Graph, operator: Operator) -> float:
+    """What running an operator a second time takes, in bytes moved. Chains of elementwise operators take what they
+    write.
+
+    Args:
+      graph: it belongs to.
+      operator: which.
+    """
+    made = float(sum(graph.values[v].bytes for v in operator.results if v is not None)) * operator.repeats
+    if operator.flops:
+        rate = _FLOPS_A_WIDE_BYTE.get(operator.multiplied, _FLOPS_A_BYTE)
+        return made + operator.flops * operator.repeats / rate
+    if operator.name == "random_bits":
+        return _RANDOM * made
+    if is_cheap(operator.name):
+        return made if is_stored(graph, operator) else 0.0
+    return made + float(sum(graph.values[v].bytes for v in operator.operands if v is not None)) * operator.repeats
+
+
+def is_opaque(graph: Graph, operator: Operator, price: float) -> bool:
+    """Whether an operator is left outside of rematerialised regions at a price: what it keeps for its own derivative
+    is nothing that can be kept inside, and it takes longer than that is worth.
+
+    Args:
+      graph: it belongs to.
+      operator: which.
+      price: bytes moved again for a byte that is not kept.
+    """
+    if operator.name not in _OPAQUE or not operator.differentiated:
+        return False
+    made = sum(graph.values[v].bytes for v in operator.results if v is not None) * operator.repeats
+    return moved_again(graph, operator) > price * made
+
+
+def kept_results(
+    graph: Graph, region: Sequence[Operator], level: int, known: Collection[int], price: float
+) -> frozenset[Path]:
+    """Paths of the operators of a region whose results are kept, so that what they take and what runs again is the
+    least.
+
+    Args:
+      graph: of the program.
+      region: its operators, in program order.
+      level: how many numbers the paths of those have whose results can be kept: others are nested deeper.
+      known: values of the region that are kept in any case, since others read them later: for the region itself they
+        are kept for nothing, but have to be, since what it computes again it does by itself.
+      price: bytes moved again for a byte that is not kept.
+    """
+    made_by = {value: at for at, op in enumerate(region) for value in op.results if value is not None}
+    read = {value for op in region for value in read_by_backward(graph, op) if value in made_by}
+    # What no derivative reads, however far it is from there, needs no place in the flow.
+    values: dict[int, int] = {}
+    stack = sorted(read)
+    while stack:
+        value = stack.pop()
+        if value not in values:
+            values[value] = len(values)
+            operands = region[made_by[value]].operands
+            stack.extend(v for v in operands if v is not None and v in made_by)
+    operators = sorted({made_by[value] for value in values})
+    again = {at: moved_again(graph, region[at]) for at in operators}
+    sizes = {v: float(graph.values[v].bytes * region[made_by[v]].repeats) * (v not in known) for v in values}
+    keep = {value: price * size for value, size in sizes.items()}
+    unit = max([*again.values(), *keep.values(), 1.0]) / _RESOLUTION
+    # One place for each value, that it is there for the backward pass, and for each operator, that it runs again.
+    source, sink = 0, 1 + len(values) + len(operators)
+    place = {at: 1 + len(values) + number for number, at in enumerate(operators)}
+    edges: dict[tuple[int, int], int] = {}
+    for value, number in values.items():
+        maker = region[made_by[value]]
+        # The derivative of what reads its own result reads it before it gets a name.
+        can_be_kept = len(maker.path) == level and maker.name not in _OPAQUE | RESULT_READ and not maker.is_link
+        edges[1 + number, place[made_by[value]]] = round(keep[value] / unit) if can_be_kept else _NEVER
+        if value in read:
+            edges[source, 1 + number] = _NEVER
+    for at in operators:
+        edges[place[at], sink] = round(again[at] / unit)
+        for operand in region[at].operands:
+            if operand in values:
+                edges[place[at], 1 + values[operand]] = _NEVER
+    if not edges:
+        return frozenset()
+    rows, columns = np.array([*edges]).T
+    capacities = np.array([*edges.values()], dtype=np.int32)
+    flow_graph = csr_array((capacities, (rows, columns)), shape=(sink + 1, sink + 1), dtype=np.int32)
+    flow = maximum_flow(flow_graph, source, sink).flow
+    left = (flow_graph - flow).tocsr()
+    left.eliminate_zeros()
+    there = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+    return frozenset(
+        region[made_by[value]].path
+        for value, number in values.items()
+        if 1 + number in there and place[made_by[value]] not in there
+    )

@@ -1,0 +1,124 @@
+"""Rematerialised segments that keep what is dear to compute: their numbers, and what runs again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+from one_device import assert_equal_trees, copy, drawn
+from pipelines import Pipeline, staged_plan, whole
+
+from meshwright import load_plan, plan_for, zoo
+from meshwright.plan import Plan
+from meshwright.planning.request import Planning
+from meshwright.program.graph import Graph
+from meshwright.program.segments import LIGHT, Runs, ladder_of, layer_segments
+from meshwright.program.staged import staged_program
+from meshwright.program.trace import trace_program
+from meshwright.runtime.pipeline.step import PipelinedStep
+from meshwright.runtime.step import PlannedStep
+from meshwright.search.stages.segments import stage_segments
+from meshwright.targets import zoo_target
+from meshwright.verify import local_cluster, verify
+from meshwright.zoo import llama
+
+# So low that small products are dear too: 16 numbers are summed for one.
+PRICE = 0.2
+
+
+def climbed(plan: Plan, number: int, graph: Graph, runs: Runs, remat: int) -> Plan:
+    """A plan of which a stage is rematerialised in one of the ways that its ladder has."""
+    segments = ladder_of(graph, runs, price=PRICE).at(remat)
+    changed = replace(
+        plan.stages[number],
+        rematerialised=tuple(sorted((level, tuple(own)) for level, own in segments.runs.items())),
+        kept_inside=tuple(sorted(segments.kept)),
+    )
+    return replace(plan, stages=(*plan.stages[:number], changed, *plan.stages[number + 1 :]))
+
+
+def one_stage(planning: Planning, remat: int) -> Plan:
+    graph = planning.program.graph
+    return climbed(planning.plan, 0, graph, layer_segments(graph), remat)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("gpt-tiny", "zero(3)"),  # layers one after the other
+        ("llama-tiny", "megatron(tp=2)"),  # in a loop
+        ("deepseek-v3-tiny", "data_parallel()"),  # loops, branches and mixtures
+    ],
+)
+def test_numbers_are_those_of_one_device(name: str, preset: str) -> None:
+    target = zoo.build(name, global_batch=8)
+    planning = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster="p3.16xlarge:1", preset=preset, remat="none"
+    )
+    plan = one_stage(planning, LIGHT)
+    assert plan.stages[0].remat == "selective"
+    state, batch = drawn(target)
+    expected = jax.jit(target.step)(copy(state), batch)
+    step = PlannedStep(planning.program, plan, jax.devices())
+    assert_equal_trees(step(state, batch), expected, atol=3e-5)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gpt-tiny", None), ("llama-tiny", (1, 2))])
+def test_numbers_of_a_pipeline_are_those_of_one_device(name: str, layers: tuple[int, ...] | None) -> None:
+    target = zoo.build(name, global_batch=8)
+    program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=2)
+    staged = staged_program(program)
+    plan = staged_plan(program, staged, Pipeline(microbatches=2, layers=layers))
+    for number, stage in enumerate(plan.stages):
+        assert stage.equations is not None
+        cut = staged.cutter.cut(*stage.equations)
+        runs = stage_segments(cut, staged.layers[slice(*stage.layers)])
+        plan = climbed(plan, number, cut.graph, runs, LIGHT)
+    assert {stage.remat for stage in plan.stages} == {"selective"}
+    state, batch = drawn(target)
+    expected = jax.jit(target.step)(copy(state), batch)
+    assert_equal_trees(whole(PipelinedStep(program, plan, jax.devices())(state, batch)), whole(expected), atol=3e-5)
+
+
+def test_a_plan_in_less_memory_keeps_products_and_is_the_same_from_its_file(tmp_path: Path) -> None:
+    """Between the memory of nothing computed again and that of everything; full layers take more time."""
+    target = zoo.bert_layers(layers=3, hidden=256, heads=8, batch=16, sequence=128)
+    plan = partial(
+        plan_for, target.step, (target.example_state, target.example_batch), cluster="p3.16xlarge:1",
+        microbatches=1, preset="data_parallel()",
+    )  # fmt: skip
+    nothing, everything = (plan(remat=remat) for remat in ("none", "layer"))
+    least, most = (one.plan.stages[0].memory.total for one in (everything, nothing))
+    some = plan(memory_per_device=least + 0.7 * (most - least))
+    assert [one.plan.stages[0].remat for one in (nothing, some, everything)] == ["none", "selective", "layer"]
+    assert nothing.step_seconds < some.step_seconds < everything.step_seconds
+    some.plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded == some.plan
+    state, batch = drawn(target)
+    expected = jax.jit(target.step)(copy(state), batch)
+    assert_equal_trees(PlannedStep(some.program, loaded, jax.devices())(state, batch), expected, atol=1e-5)
+
+
+@pytest.mark.compiled
+def test_what_is_computed_again_is_what_the_plan_says(tmp_path: Path) -> None:
+    """FLOPs of the compiled program, its peak and its numbers: of layers in a loop, since XLA for CPUs finds what is
+    computed again outside of one in the forward pass."""
+    config = replace(llama.CONFIGS["llama-tiny"], layers=4, sequence=128, global_batch=16, dtype="float32")
+    target = zoo_target(llama.build(config))
+    plan = partial(
+        plan_for, target.step, target.example_args, cluster=local_cluster(8), microbatches=1, preset="data_parallel()"
+    )
+    nothing, everything = (plan(remat=remat) for remat in ("none", "layer"))
+    least, most = (one.plan.stages[0].memory.total for one in (everything, nothing))
+    some = plan(memory_per_device=(least + most) / 2)
+    assert some.plan.stages[0].remat == "selective"
+    flops = [one.plan.stages[0].flops or 0.0 for one in (nothing, some, everything)]
+    assert flops[0] < flops[1] < 1.05 * flops[0] < flops[2]
+    assert least < some.plan.stages[0].memory.total < (least + most) / 2
+    some.plan.save(tmp_path / "plan.json")
+    verified = verify(target, plan=tmp_path / "plan.json", timed_steps=0)
+    assert verified.passed, verified.checks
