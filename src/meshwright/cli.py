@@ -47,7 +47,7 @@ _Microbatches = Annotated[int | None, typer.Option(help="Parts the batch is cut 
 _Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use: 16e9, 16GB, 15GiB.")]
 _Mesh = Annotated[str | None, typer.Option(help="Logical mesh: 2,4 or data=2,model=4; else the best of all.")]
 _Zero = Annotated[int | None, typer.Option(help="ZeRO stage of every parameter, 0 to 3; else the best for each.")]
-_Remat = Annotated[str | None, typer.Option(help="none or layer; else the faster that fits.")]
+_Remat = Annotated[str | None, typer.Option(help="none, selective or layer; else what is best.")]
 _Reduction = Annotated[str | None, typer.Option(help="How microbatches' losses combine, mean or sum; else as read.")]
 _Schedule = Annotated[str | None, typer.Option(help="Of several stages, as in docs/schedules.md; else the best.")]
 _Preset = Annotated[str | None, typer.Option(metavar="NAME", help='Hold the plan to a preset: "megatron(tp=8, pp=2)".')]

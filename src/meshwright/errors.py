@@ -34,7 +34,7 @@ def smaller_words(remat: str | None) -> str:
     >>> smaller_words("none"), smaller_words(None)
     ('more devices, a smaller batch, or remat="layer"', 'more devices, a smaller batch')
     """
-    return "more devices, a smaller batch" + (', or remat="layer"' if remat == "none" else "")
+    return "more devices, a smaller batch" + (', or remat="layer"' if remat in ("none", "selective") else "")
 
 
 class PlanError(ValueError):

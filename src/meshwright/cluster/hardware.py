@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from .._jax.dataflow import MEGACORE, WIDE, WIDEST
@@ -35,6 +36,7 @@ _SINCE_HOPPER = re.compile(r"\bG?[HB]\d+|Blackwell|RTX 50\d\d")
 _BEFORE_AMPERE = re.compile(r"\b[VTPKM]\d+\b|GTX|TITAN|Quadro|RTX 20\d\d")
 
 
+@cache
 def compiler_of(kind: str, platform: str) -> str:
     """The platform as the memory model tells compilers apart (`_jax.dataflow`): TPUs v4 and v5p have chips of two cores
     that run one program, GPUs before Hopper no arithmetic in bfloat16, those before Ampere no products in it either.

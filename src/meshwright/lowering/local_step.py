@@ -396,5 +396,5 @@ def _sharded_program(program: Program, stage: Stage) -> ShardedProgram:
         algorithms_of(program.graph, stage, 0),
         settled_of(program.graph, stage, 0),
         stage.sizes,
-        segments_of(stage),
+        segments_of(program.graph, stage, 0),
     )

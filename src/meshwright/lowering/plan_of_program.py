@@ -60,9 +60,28 @@ def algorithms_of(graph: Graph, stage: Stage, number: int) -> list[Algorithm]:
     ]
 
 
-def segments_of(stage: Stage) -> Segments:
-    """What a stage rematerialises."""
-    return Segments(dict(stage.rematerialised), frozenset(stage.kept_inside))
+def segments_of(graph: Graph, stage: Stage, number: int) -> Segments:
+    """What a stage rematerialises.
+
+    Args:
+      graph: of the program, or of the stage's equations.
+      stage: of the plan.
+      number: of the stage, from 0.
+
+    Raises:
+      PlanError: if results are to be kept that are none of an equation in what is rematerialised.
+    """
+    segments = Segments(dict(stage.rematerialised), frozenset(stage.kept_inside))
+    known = {operator.path for operator in graph.operators}
+    for path in stage.kept_inside:
+        inside = any(
+            path[: len(level)] == level and any(first <= path[len(level)] < last for first, last in runs)
+            for level, runs in stage.rematerialised
+            if len(path) > len(level)
+        )
+        if path not in known or not inside:
+            raise _refusal(f"stages[{number}].kept_inside", f"{list(path)}", "an equation in what is rematerialised")
+    return segments
 
 
 def settled_of(graph: Graph, stage: Stage, number: int) -> dict[int, Spec]:

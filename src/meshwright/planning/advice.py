@@ -47,13 +47,13 @@ def _relaxed(options: PlanOptions, devices: int) -> Iterator[tuple[str, dict[str
     preset, count, remat = options.preset, options.microbatches, options.remat
     if count is not None:
         yield "leaving out microbatches=", {"microbatches": None}
-    if remat == "none":
+    if remat in ("none", "selective"):
         yield 'remat="layer"', {"remat": "layer"}
     if preset is not None:
         others: list[Preset] = list(leaner((parse_preset(preset) if isinstance(preset, str) else preset).on(devices)))
         for other in others:
             yield f"preset={str(other)!r}", {"preset": other}
-        for other in others if count is not None or remat == "none" else ():
+        for other in others if count is not None or remat in ("none", "selective") else ():
             changed = {"preset": other, "microbatches": None, "remat": None}
             yield f"preset={str(other)!r} without microbatches= and remat=", changed
         yield "leaving out preset=", {"preset": None, "stages": None}

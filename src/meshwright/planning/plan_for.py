@@ -66,7 +66,7 @@ def plan_for(
       pins: layouts of parameters and inputs by path pattern: for each dim None, an axis or several; the rest is
         optimised around them. A parameter's optimizer state follows it.
       zero: ZeRO stage for every parameter that is not pinned, None to choose for each.
-      remat: "none", "layer", or None to choose.
+      remat: "none", "selective", "layer", or None to choose.
       memory_per_device: bytes a device may use; None for what it has.
       batch_axis: which axis of every array after the first argument is the batch.
       reduction: "mean" or "sum": how losses of microbatches combine; None to read it from the program.

@@ -36,7 +36,7 @@ class Preset:
       zero: the ZeRO stage of every parameter.
       zero_argument: what its function calls that; "" where it has no such argument.
       chunks: stages on each submesh; of more than one, the schedule is its interleaved form.
-      remat: "none", "layer", or None for the better.
+      remat: "none", "selective", "layer", or None for the better.
       sequence_parallel: whether tensor axes also split the sequence between products.
       gradient_exchange: as in `plan.Stage`.
 

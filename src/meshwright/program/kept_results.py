@@ -6,7 +6,7 @@ runs again its seconds, and the least sum of both is a minimum cut (a closure: w
 operands), found exactly.
 
 Seconds are counted in bytes moved: what a chip reads or writes in the time that something takes. So the price is a
-number without a unit, how many bytes may be moved again for one that need not be kept. At a price of 4 the results of
+number without a unit, how many bytes may be moved again for one that need not be kept. At a price of 6 the results of
 products with weights are kept, whose contractions are thousands long, and scores of attention, sums and everything
 between them are not: what is known as selective recomputation.
 
@@ -15,7 +15,7 @@ without a price; selective recomputation, Korthikanti et al., "Reducing Activati
 Models", MLSys 2023.
 
 Known limits: bytes and seconds are those of the unsplit program, so that a cut is the same for all layouts; what lives
-while a region is computed again is not priced.
+while a region is computed again is not priced; costs are rounded to a 2^18th of the largest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from .graph import CALLS, Graph, Operator, Path
-from .residuals import RESULT_READ, is_cheap, is_stored, read_by_backward
+from .residuals import is_cheap, is_stored, read_by_backward
 
 # FLOPs that a chip does in the time in which it moves a byte. In 16 bits or less these are 139 (V100) to 295 (H100),
 # TPUs between them; in float32 5 to 25, and in float64 less.
@@ -40,6 +40,14 @@ _RANDOM = 8.0
 # Largest capacity in the flow, in which all others are counted: SciPy has 32 bits for the sum of all.
 _RESOLUTION = 1 << 18
 _NEVER = 1 << 29
+
+# What can be kept beside products: a result is kept by a name that it gets once it is made, and the derivatives of
+# other operators (`exp`, `sort`, `reduce_max`) read it before.
+_KEPT_BY_NAME = frozenset(
+    """abs add add_any and broadcast_in_dim concatenate convert_element_type copy cos cumsum div dynamic_slice eq
+    expand_dims gather ge gt integer_pow iota le log lt mul ne neg not or pad random_bits reduce_sum reshape rev
+    scatter-add select_n sin slice square squeeze stop_gradient sub transpose""".split()  # noqa: SIM905 (a table, not a column)
+)
 
 # Calls of kernels with derivatives of their own keep what these read, results among it, which no name reaches.
 _OPAQUE = CALLS | {"attention", "sorted_rows"}
@@ -54,7 +62,7 @@ def moved_again(graph: Graph, operator: Operator) -> float:
       operator: which.
     """
     made = float(sum(graph.values[v].bytes for v in operator.results if v is not None)) * operator.repeats
-    if operator.flops:
+    if operator.matmul or operator.name in _OPAQUE:
         rate = _FLOPS_A_WIDE_BYTE.get(operator.multiplied, _FLOPS_A_BYTE)
         return made + operator.flops * operator.repeats / rate
     if operator.name == "random_bits":
@@ -89,8 +97,8 @@ def kept_results(
       graph: of the program.
       region: its operators, in program order.
       level: how many numbers the paths of those have whose results can be kept: others are nested deeper.
-      known: values of the region that are kept in any case, since others read them later: for the region itself they
-        are kept for nothing, but have to be, since what it computes again it does by itself.
+      known: values that leave the region: they are held for their readers, so that no bytes are charged for them, but
+        the region makes them again unless they are kept for it too.
       price: bytes moved again for a byte that is not kept.
     """
     made_by = {value: at for at, op in enumerate(region) for value in op.results if value is not None}
@@ -115,8 +123,8 @@ def kept_results(
     edges: dict[tuple[int, int], int] = {}
     for value, number in values.items():
         maker = region[made_by[value]]
-        # The derivative of what reads its own result reads it before it gets a name.
-        can_be_kept = len(maker.path) == level and maker.name not in _OPAQUE | RESULT_READ and not maker.is_link
+        named = (maker.matmul and maker.name not in _OPAQUE) or maker.name in _KEPT_BY_NAME
+        can_be_kept = named and len(maker.path) == level and not maker.is_link
         edges[1 + number, place[made_by[value]]] = round(keep[value] / unit) if can_be_kept else _NEVER
         if value in read:
             edges[source, 1 + number] = _NEVER

@@ -156,7 +156,7 @@ def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float
     again = [number for number, stage in enumerate(plan.stages) if stage.remat == "layer"]
     cheap = [number for number, stage in enumerate(plan.stages) if stage.remat == "selective"]
     if cheap:
-        yield f"memory makes {stage_words(cheap, noun)} rematerialise, but little that is dear to compute"
+        yield f"memory makes {stage_words(cheap, noun)} compute cheap results again; those of products are kept"
     if again:
         forward = {n: plan.microbatches_of(n) * plan.stages[n].forward_seconds for n in again}
         work = max(sum(forward.get(n, 0.0) for n in rank.stages) for rank in ranks) / step

@@ -108,7 +108,7 @@ class StageProgram:
             algorithms_of(graph, stage, self.number),
             {values[v]: spec for v, spec in settled_of(self._staged.graph, stage, self.number).items() if v in values},
             self.sizes,
-            segments_of(stage),
+            segments_of(graph, stage, self.number),
             positions=self._positions,
         )
 

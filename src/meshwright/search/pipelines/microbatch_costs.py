@@ -127,9 +127,9 @@ class MicrobatchCosts:
             most_layers=len(program.layers) + 1 - (request.stage_count or 1), gap=self._gap,
             left_seconds=self._left_seconds,
         )  # fmt: skip
-        if alone and request.remat == "layer" and not made.solver.segments(0, 1):
+        if alone and request.remat in ("selective", "layer") and not made.solver.segments(0, 1):
             raise PlanError(
-                refused='remat="layer"', got="a program in which no cut into layers saves memory",
+                refused=f'remat="{request.remat}"', got="a program in which no cut into layers saves memory",
                 needed="several layers whose results are kept for the backward pass", where="the loss function",
                 try_='remat="none"',
             )  # fmt: skip

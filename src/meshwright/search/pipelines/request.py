@@ -38,7 +38,7 @@ class StageRequest:
       parameters: by position in the programs' `graph.parameters`.
       cluster: where it runs; no device need be present.
       constraints: what is fixed.
-      remat: "none", "layer", or None to choose for each stage.
+      remat: "none", "selective", "layer", or None to choose for each stage.
       schedules: schedules to choose from, names of `SIMULATED`.
       stages: how many stages there are to be; None to choose.
       alone: whether there is to be one stage, as the one program that it runs as (`StageProblem`). Programs are whole
@@ -112,12 +112,12 @@ def check_remat(remat: Any) -> None:
     """Refuse what is no kind of rematerialisation.
 
     Raises:
-      PlanError: for anything but "none", "layer" and None.
+      PlanError: for anything but "none", "selective", "layer" and None.
     """
-    if remat not in (None, "none", "layer"):
+    if remat not in (None, "none", "selective", "layer"):
         raise PlanError(
-            refused="the rematerialisation", got=repr(remat), needed='"none", "layer" or None', where="remat=",
-            try_="remat=None",
+            refused="the rematerialisation", got=repr(remat), needed='"none", "selective", "layer" or None',
+            where="remat=", try_="remat=None",
         )  # fmt: skip
 
 

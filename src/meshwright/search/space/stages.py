@@ -12,7 +12,7 @@ from math import isfinite
 
 from ...cluster import LogicalMesh
 from ...errors import PlanError
-from ...program.segments import Ladder
+from ...program.segments import ALL, NONE, SELECTIVE, Ladder
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import Kinds, meshes_alone
 from ..inter.submeshes import Submesh, Submeshes
@@ -158,8 +158,10 @@ class Stages:
 
     def remats(self, microbatches: int, first: int, last: int) -> tuple[int, ...]:
         """The ways to rematerialise a stage of these layers (`program.segments`), from nothing to everything."""
-        count, wish = self.ladder(microbatches, first, last).top, self.request.remat
-        return tuple(range(count + 1)) if wish is None else (count if wish == "layer" else 0,)
+        ladder, wish = self.ladder(microbatches, first, last), self.request.remat
+        if wish is None:
+            return tuple(range(ladder.top + 1))
+        return (ladder.number({"none": NONE, "selective": SELECTIVE, "layer": ALL}[wish]),)
 
     def ladder(self, microbatches: int, first: int, last: int) -> Ladder:
         """What these ways are."""

@@ -23,7 +23,7 @@ from ..inter.problem import Crossing, InterOpProblem, Option, PlacedStage, best_
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import ParameterInfo
 from ..restrictions.constraints import Constraints
-from .estimates import LIGHT_SHARE, StageEstimates
+from .estimates import SELECTIVE_SHARE, StageEstimates
 from .repeated_blocks import in_parts
 from .reserve import MemoryReserve
 from .solved import SolvedStage, better_of
@@ -43,7 +43,7 @@ class StageCosts:
       parameters: by position in the program's `graph.parameters`.
       submeshes: of the cluster.
       constraints: what the user has fixed.
-      remat: "none", "layer", or None to choose for each stage.
+      remat: "none", "selective", "layer", or None to choose for each stage.
       meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
       own_meshes: the same for submeshes that have their own.
       coarser: of the same program in fewer microbatches, whose estimates bound these; None for none.
@@ -296,8 +296,14 @@ class StageCosts:
         best = inf
         # Whatever memory there is: estimates of what fits bound nothing for certain.
         least_seconds = self.program.microbatches * float(self.estimates.least(kind)[0][first, last])
-        for weight, number, again in self.estimates.ranked(first, last, kind, in_flight, all_ways=shared):
-            if weight >= best:
+        ways = self.estimates.ranked(first, last, kind, in_flight, all_ways=shared)
+        count = len(ways)
+        if not shared:
+            # A range may hold more than its parts; where nothing fits for that, what holds less is looked at too.
+            others = self.estimates.ranked(first, last, kind, in_flight, all_ways=True)
+            ways += [one for one in others if one not in ways]
+        for position, (weight, number, again) in enumerate(ways):
+            if weight >= best or (found and position >= count):
                 break
             if found and self._left_seconds() < 0:
                 self.left_open = min(self.left_open, least_seconds)
@@ -335,7 +341,8 @@ class StageCosts:
         faster than `best` seconds of a step."""
         ladder = self.solver.ladder(place.first, place.last)
         at = ladder.number_at(again)
-        if 0 < again < 1 and at in (0, ladder.top):
+        some = again not in (0.0, SELECTIVE_SHARE, 1.0)
+        if some and at in (0, ladder.top):
             return None  # its parts have more segments than the range, or more rungs
         leg = ladder.leg(at)
         found: dict[int, SolvedStage | None] = {}
@@ -346,7 +353,7 @@ class StageCosts:
             stage = found[remat]
             return inf if stage is None else self.estimates.step_seconds(option_of(stage))
 
-        step = max(ladder.segments // _STEPS, 1) if again not in (0.0, LIGHT_SHARE, 1.0) else 0
+        step = max(ladder.segments // _STEPS, 1) if some else 0
         while step and len(found) < _TRIES:
             # What does not fit may do so with more; what is much slower than another way is not looked into.
             here = seconds(at)

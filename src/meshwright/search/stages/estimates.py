@@ -29,7 +29,7 @@ from math import ceil, inf, log
 
 import numpy as np
 
-from ...program.segments import ALL, LEGS, LIGHT, NONE
+from ...program.segments import ALL, LEGS, NONE, SELECTIVE
 from ...program.staged import StagedProgram
 from ..inter.problem import Option, best_of
 from .range_table import (
@@ -63,11 +63,12 @@ _NEAR = 1.25
 _WORTH = 1.02
 
 # How far a range is between nothing and all, as of `Ladder.number_at`.
-LIGHT_SHARE = 2 / 3
-_SHARES = {NONE: 0.0, LIGHT: LIGHT_SHARE, ALL: 1.0}
+SELECTIVE_SHARE = 2 / 3
+_SHARES = {NONE: 0.0, SELECTIVE: SELECTIVE_SHARE, ALL: 1.0}
 
-# In place of one of these: as few steps as fit. The fewest bytes are those of all of them.
-_MIXED = -ALL
+# In place of one of these: as few segments as fit are higher than others, on any rung, or on the lower one. The fewest
+# bytes are those of all of them.
+_MIXED, _MIXED_SELECTIVE = -ALL, -SELECTIVE
 
 
 class StageEstimates:
@@ -76,7 +77,7 @@ class StageEstimates:
     Args:
       program: in layers.
       solver: of a program of the same equations in `parts`.
-      remat: "none", "layer", or None to choose for each range.
+      remat: "none", "selective", "layer", or None to choose for each range.
       coarser: of the same layers in fewer microbatches, or None. Cutting a microbatch makes no work less: what they
         take is a bound that saves looking at most logical meshes.
       check: as of `PartRows`.
@@ -91,7 +92,7 @@ class StageEstimates:
         self.solver = solver
         self._check = check
         self._same = 1 + solver.gap  # ways whose seconds differ by less are the same: ranges are solved no closer
-        self._wishes = {None: [NONE, LIGHT, ALL], "none": [NONE], "layer": [ALL]}[remat]
+        self._wishes = {None: [NONE, SELECTIVE, ALL], "none": [NONE], "selective": [SELECTIVE], "layer": [ALL]}[remat]
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         # Of each layer the number of its first part, and the number of all parts.
         self._starts = np.array([*(starts[start] for start, _ in program.layers), len(solver.program.layers)])
@@ -327,7 +328,7 @@ class StageEstimates:
         open_ranges = np.any([low <= most for _, low, _ in bounds], axis=0) if bounds else np.zeros(len(most), bool)
         ranges, most = ranges[:, open_ranges], most[open_ranges]
         best = np.full((2, len(in_flight), len(most)), np.inf)
-        wishes = [*self._wishes, _MIXED] if len(self._wishes) > 1 and self._prices else self._wishes
+        wishes = [*self._wishes, _MIXED_SELECTIVE, _MIXED] if len(self._wishes) > 1 and self._prices else self._wishes
         ways, fields, left = [], [], []
         for number, every_low, every_once in bounds:
             low = every_low[open_ranges]
@@ -335,12 +336,16 @@ class StageEstimates:
             better = (best[0] <= self._same * low) & (best[1] <= self._same * weight)
             open_ = (low <= most) & ~better
             looked_at = False
+            # Where the lower rung does, with the layouts that are the fastest there, nothing is higher.
+            selective_does = np.zeros(open_.shape, bool)
             for remat in wishes:
                 limits = self._limits(kind, remat)[ranges[1]]
                 constant, kept, workspace = self._least(kind, number, abs(remat), ranges)
-                if remat == _MIXED:
-                    open_ = open_ & ((best[0] > _WORTH * low) | (best[1] > _WORTH * weight))
                 wanted = open_ & (constant + share * (times * kept + workspace) <= limits)
+                if remat < 0:
+                    wanted &= (best[0] > _WORTH * low) | (best[1] > _WORTH * weight)
+                if remat != SELECTIVE:
+                    wanted &= selective_does if remat == _MIXED_SELECTIVE else ~selective_does
                 if not wanted.any():
                     continue
                 found = self._priced(kind, number, remat, in_flight, share, ranges, wanted, limits, most)
@@ -351,6 +356,9 @@ class StageEstimates:
                 held = found[CONSTANT] + times * found[KEPT]
                 np.minimum(best[0], seconds, out=best[0])
                 np.minimum(best[1], steps * seconds + found[ONCE], out=best[1])
+                if remat == SELECTIVE:
+                    fastest = self._of_share(self._sums(kind, number, SELECTIVE, 0, 1.0, ranges), share, SELECTIVE)
+                    selective_does = seconds <= self._same * (fastest[FORWARD] + fastest[BACKWARD])
                 # Where memory does not bind there is nothing to gain by computing anything twice.
                 open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * limits))
             if not looked_at:
@@ -380,7 +388,7 @@ class StageEstimates:
             if len(columns):
                 times = np.array(in_flight, dtype=float)[rows, None]
                 here = rows[:, None], columns
-                priced = self._mixed if remat == _MIXED else self._least_price
+                priced = self._mixed if remat < 0 else self._least_price
                 fits[:, *here] = priced(
                     kind, number, remat, level, levels, times, share, ranges[:, columns], wanted[here],
                     limits[columns], most[columns],
@@ -421,7 +429,7 @@ class StageEstimates:
         return found
 
     def _mixed(
-        self, kind: int, number: int, _: int, about: float, others: Sequence[float], times: np.ndarray,
+        self, kind: int, number: int, remat: int, about: float, others: Sequence[float], times: np.ndarray,
         share: float, ranges: Ranges, wanted: np.ndarray, limits: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         """As `_least_price`, where some segments are a rung higher up the ladder than others, at the price at which
@@ -432,12 +440,15 @@ class StageEstimates:
         for price in range(len(self._prices) + 1):
             level = about if price else 1.0
             ways = {
-                remat: self._of_share(self._sums(kind, number, remat, price, level, ranges, others), share, remat)
-                for remat in self._wishes
+                way: self._of_share(self._sums(kind, number, way, price, level, ranges, others), share, way)
+                for way in (NONE, SELECTIVE, ALL)
+                if way <= -remat
             }
-            plain, again = ways[NONE], ways[ALL]
+            plain, again = ways[NONE], ways[-remat]
             take = np.zeros(wanted.shape, bool)
             for leg, (below, above) in enumerate(LEGS):
+                if above not in ways:
+                    continue
                 now = mixed(ways[below], ways[above], limits, times, segments)
                 now[AGAIN] = (leg + now[AGAIN]) / len(LEGS)
                 seconds = now[FORWARD] + now[BACKWARD]
@@ -451,6 +462,7 @@ class StageEstimates:
             # A few segments may need less beside what is kept than all of them do, or than their parts.
             half = np.repeat((plain + again)[:, None] / 2, len(times), axis=1)
             near = wanted & np.isinf(found[FORWARD]) & (held <= _NEAR * limits)
+            half[AGAIN] = (LEGS.index((NONE, -remat)) + 0.5) / len(LEGS)
             half[CONSTANT] = np.minimum(half[CONSTANT], limits - times * half[KEPT])
             found[:, near] = half[:, near]
         return found

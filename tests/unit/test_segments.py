@@ -1,0 +1,146 @@
+"""Ways to rematerialise a program: their numbers, and what they are."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright._jax.jaxpr import eliminate_dead_code, inline
+from meshwright.planning.plan_for import plan_for
+from meshwright.program.build import build_graph
+from meshwright.program.graph import Graph
+from meshwright.program.residuals import kept_values, needed_again
+from meshwright.program.rules import Rules
+from meshwright.program.segments import (
+    ALL,
+    LEGS,
+    NONE,
+    SELECTIVE,
+    Ladder,
+    Segments,
+    ladder_of,
+    layer_segments,
+    rematerialise,
+)
+from meshwright.zoo import build, mlp
+
+WIDTH = 256
+
+
+def graph_of(layers: int, body: Any, *, checkpointed: bool = False) -> Graph:
+    """A program of equal layers, each with a product and something cheap between."""
+
+    def loss(x: Any, *weights: Any) -> Any:
+        layer = jax.checkpoint(body) if checkpointed else body
+        for w in weights:
+            x = x + layer(x, w)
+        return jnp.sum(x)
+
+    data, weight = (jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32) for rows in (512, WIDTH))
+    closed = eliminate_dead_code(inline(jax.make_jaxpr(loss)(data, *[weight] * layers)))
+    return build_graph(closed, Rules(), parameters=range(1, layers + 1), losses=[0])
+
+
+def cheap_around(x: Any, w: Any) -> Any:
+    return jnp.sin(jnp.cumsum(jnp.tanh(jnp.cumsum(x @ w, axis=1)), axis=1))
+
+
+@pytest.fixture(scope="module")
+def climbed() -> Ladder:
+    graph = graph_of(8, cheap_around)
+    found = ladder_of(graph, layer_segments(graph))
+    assert len(found.rungs) == 2
+    assert found.segments >= 2
+    return found
+
+
+def test_every_number_is_another_way_and_keeps_no_more_on_its_leg(climbed: Ladder) -> None:
+    graph = graph_of(8, cheap_around)
+    ways = [climbed.at(number) for number in range(climbed.top + 1)]
+    assert ways[0] == Segments()
+    assert len({(tuple(sorted(one.runs.items())), one.kept) for one in ways}) == len(ways)
+    kept = [sum(graph.values[v].bytes for v in kept_values(rematerialise(graph, one))) for one in ways]
+    for number in range(1, climbed.top):
+        leg = climbed.leg(number)
+        assert number in leg
+        assert [kept[n] for n in leg] == sorted((kept[n] for n in leg), reverse=True)
+    selective = climbed.number(SELECTIVE)
+    assert kept[climbed.top] < kept[selective] < kept[0]
+
+
+def test_shares_are_numbers_of_their_leg(climbed: Ladder) -> None:
+    assert [climbed.number_at(share) for share in (0.0, 2 / 3, 1.0)] == [
+        climbed.number(one) for one in (NONE, SELECTIVE, ALL)
+    ]
+    count = climbed.segments
+    for leg, (others, first) in enumerate(LEGS):
+        for more in range(1, count):
+            number = climbed.number_at((leg + more / count) / len(LEGS))
+            assert climbed.levels(number) == (first, others, pytest.approx(more / count))
+    # What is computed may be nearly nothing, and is never less.
+    assert climbed.number_at(1e-9) == 1
+
+
+def test_what_saves_nothing_is_no_rung() -> None:
+    one = ladder_of(graph := graph_of(8, lambda x, w: x @ w), layer_segments(graph))
+    assert len(one.rungs) < 2
+    assert one.number(SELECTIVE) == one.top
+    assert Ladder(()).at(ALL) == Segments()
+    assert [Ladder(()).number_at(share) for share in (0.0, 0.5, 1.0)] == [0, 0, 0]
+
+
+def test_of_the_users_own_checkpoints_nothing_is_kept() -> None:
+    """They make what enters them again in any case, so that keeping it would save nothing."""
+    graph = graph_of(8, cheap_around, checkpointed=True)
+    assert len(ladder_of(graph, layer_segments(graph)).rungs) < 2
+
+
+def test_calls_that_read_weights_in_loops_have_no_lower_rung() -> None:
+    """Outside of what is rematerialised, the weights that they gather would be kept for all trips."""
+
+    @jax.custom_vjp
+    def product(x: Any, w: Any) -> Any:
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+    def loss(x: Any, weights: Any, *, reads_weights: bool) -> Any:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            y = cheap_around(x, w)
+            return x + (product(y, w) if reads_weights else product(y, jnp.cumsum(jnp.sin(y[:WIDTH]), axis=0))), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, WIDTH), (4, WIDTH, WIDTH))]
+    rungs = []
+    for reads_weights in (True, False):
+        closed = eliminate_dead_code(inline(jax.make_jaxpr(partial(loss, reads_weights=reads_weights))(*shapes)))
+        graph = build_graph(closed, Rules(), parameters=(1,), losses=[0])
+        rungs.append(len(ladder_of(graph, layer_segments(graph), most_kept=10.0).rungs))
+    assert rungs == [1, 2]
+
+
+def test_products_do_not_run_again_on_the_lower_rung(climbed: Ladder) -> None:
+    graph = graph_of(8, cheap_around)
+
+    def products(number: int) -> int:
+        marked = rematerialise(graph, climbed.at(number))
+        return sum(marked.operators[index].matmul for index in needed_again(marked)[0])
+
+    assert products(climbed.number(SELECTIVE)) == 0 < products(climbed.top)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", ["wresnet-tiny", "mlp"])
+def test_selective_is_planned_where_there_is_no_lower_rung(name: str, stages: int) -> None:
+    """As everything is, for stages in which no segment has one."""
+    target = mlp(layers=4, width=32, batch=64) if name == "mlp" else build(name)
+    plan = partial(
+        plan_for, target.step, (target.example_state, target.example_batch), cluster="p3.16xlarge:1", stages=stages,
+        microbatches=2,
+    )  # fmt: skip
+    assert plan(remat="selective").step_seconds < 1.2 * plan(remat="layer").step_seconds
