@@ -12,7 +12,7 @@ Not all of a segment need be computed again: of what the backward pass reads, wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
@@ -41,8 +41,8 @@ _ROUNDING = 1e-6
 SELECTIVE_PRICE = 6.0
 
 # A lower rung that keeps more than this share of what nothing rematerialised keeps is none. GPT-3's and Llama's keep a
-# third and less, with fused attention Llama's 0.87 to 0.90 (which is 7 % of the step of 70B on 128 H100s) and GPT-3's
-# all; what networks of convolutions keep is each result of one, 1.0 and more.
+# third and less; with fused attention Llama's stages 0.87 to 0.90 (which is 7 % of the step of 70B on 128 H100s), and
+# stages of GPT-3 all. What networks of convolutions keep is each result of one, 1.0 and more.
 MOST_KEPT = 0.95
 
 # Candidate borders considered: those that the fewest bytes cross.
@@ -150,13 +150,18 @@ class Ladder:
         return Segments({level: tuple(sorted(own)) for level, own in runs.items() if own}, kept)
 
 
-def ladder_of(graph: Graph, runs: Runs, *, price: float = SELECTIVE_PRICE, most_kept: float = MOST_KEPT) -> Ladder:
+def ladder_of(
+    graph: Graph, runs: Runs, *, kept: Callable[[Graph], Collection[int]] = kept_values,
+    price: float = SELECTIVE_PRICE, most_kept: float = MOST_KEPT,
+) -> Ladder:  # fmt: skip
     """The ladder of a program with these segments: first with what is dear inside them kept, where that saves enough,
     and then without.
 
     Args:
       graph: of the program.
       runs: its segments.
+      kept: what a graph's backward pass keeps: `residuals.kept_values`, or where both passes are one program
+        `kept_in_one_program`.
       price: of memory on the lower rung (`kept_results`).
       most_kept: on the lower rung, as a share of what is kept where nothing is rematerialised; else there is none.
     """
@@ -165,14 +170,14 @@ def ladder_of(graph: Graph, runs: Runs, *, price: float = SELECTIVE_PRICE, most_
         return Ladder(())
     last = tuple(_Rung(level, (run,)) for _, level, run in every)
     both = Ladder((tuple(_selective(graph, level, run, price) for _, level, run in every), last))
-    selective = _kept_bytes(rematerialise(graph, both.at(SELECTIVE)))
-    if both.rungs[0] == last or selective > most_kept * _kept_bytes(graph):
+    selective, nothing = (_bytes(one, kept(one)) for one in (rematerialise(graph, both.at(SELECTIVE)), graph))
+    if both.rungs[0] == last or selective > most_kept * nothing:
         return Ladder((last,))
     return both
 
 
-def _kept_bytes(graph: Graph) -> float:
-    makers = {v: graph.operators[graph.producer[v][0]] for v in kept_values(graph) if v in graph.producer}
+def _bytes(graph: Graph, values: Collection[int]) -> float:
+    makers = {v: graph.operators[graph.producer[v][0]] for v in values if v in graph.producer}
     return sum(graph.values[v].bytes * operator.repeats for v, operator in makers.items())
 
 

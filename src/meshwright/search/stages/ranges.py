@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...program.cut import Cut, whole_cut
 from ...program.graph import Graph
-from ...program.residuals import kept_values
+from ...program.residuals import kept_in_one_program, kept_values
 from ...program.segments import Ladder, Segments, ladder_of, layer_segments, rematerialise
 from ...program.staged import StagedProgram
 from ..intra.problem import trips_of
@@ -53,8 +55,10 @@ class Ranges:
     def ladder_of(self, cut: Cut, first: int, last: int) -> Ladder:
         """The same, by paths of a cut of its own. The only stage of a plan keeps one microbatch, a stage of several at
         least two."""
-        alone, layers = self._alone, self.program.layers[first:last]
-        return ladder_of(cut.graph, layer_segments(cut.graph) if alone else stage_segments(cut, layers))
+        if self._alone:
+            kept = partial(kept_in_one_program, platform=self._platform)
+            return ladder_of(cut.graph, layer_segments(cut.graph), kept=kept)
+        return ladder_of(cut.graph, stage_segments(cut, self.program.layers[first:last]))
 
     def graph(self, first: int, last: int, remat: int) -> tuple[Graph, Workspace]:
         """A range with what is rematerialised in one of the ways marked, and its workspace."""
