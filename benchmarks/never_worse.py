@@ -84,6 +84,25 @@ def measured(request: tuple[str, str, int | None], stages: Sequence[int], second
     }  # fmt: skip
 
 
+def each(file: str, names: Sequence[str], only: str, *options: str) -> dict[str, Any]:
+    """What a benchmark prints for each of its requests, by name, each in a process of its own.
+
+    Args:
+      file: of the benchmark, which prints one request's document with `--one NUMBER`.
+      names: of all its requests.
+      only: names or patterns of names, comma-separated.
+      options: for every request.
+    """
+    rows: dict[str, Any] = {}
+    for number, name in enumerate(names):
+        if any(fnmatchcase(name, pattern) for pattern in only.split(",")):
+            command = [sys.executable, file, "--one", str(number), *options]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            rows[name] = json.loads(done.stdout) if done.returncode == 0 else {"failed": done.stderr.strip()[-400:]}
+            print(f"{name}: {json.dumps(rows[name])}", file=sys.stderr, flush=True)
+    return rows
+
+
 def main() -> int:
     """Plan all requests, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,16 +115,8 @@ def main() -> int:
     if given.one is not None:
         print(json.dumps(measured(REQUESTS[given.one], stages, given.time_limit)))
         return 0
-    patterns, rows = given.only.split(","), {}
-    for number, request in enumerate(REQUESTS):
-        name = name_of(request)
-        if not any(fnmatchcase(name, pattern) for pattern in patterns):
-            continue
-        command = [sys.executable, __file__, "--one", str(number), "--stages", given.stages]
-        command += ["--time-limit", str(given.time_limit)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        rows[name] = json.loads(done.stdout) if done.returncode == 0 else {"failed": done.stderr.strip()[-400:]}
-        print(f"{name}: {json.dumps(rows[name])}", file=sys.stderr, flush=True)
+    options = "--stages", given.stages, "--time-limit", str(given.time_limit)
+    rows = each(__file__, [*map(name_of, REQUESTS)], given.only, *options)
     worse = {name: row["ratio"] for name, row in rows.items() if row.get("ratio", 0.0) > MOST_RATIO}
     failed = [name for name, row in rows.items() if "failed" in row]
     print(json.dumps({"machine": planning_time.machine(), "worse": worse, "failed": failed, "rows": rows}, indent=1))

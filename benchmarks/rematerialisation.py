@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-from fnmatch import fnmatchcase
 from statistics import geometric_mean
 from typing import Any
 
 import planning_time
-from never_worse import MOST_RATIO
+from never_worse import MOST_RATIO, each
 
 # Model, cluster, samples a step (None for the model's own) and bytes of a device (None for its own): all bind.
 REQUESTS: tuple[tuple[str, str, int | None, float | None], ...] = (
@@ -97,15 +95,7 @@ def main() -> int:
     if given.one is not None:
         print(json.dumps(measured(REQUESTS[given.one], given.time_limit)))
         return 0
-    patterns, rows = given.only.split(","), {}
-    for number, request in enumerate(REQUESTS):
-        name = name_of(request)
-        if not any(fnmatchcase(name, pattern) for pattern in patterns):
-            continue
-        command = [sys.executable, __file__, "--one", str(number), "--time-limit", str(given.time_limit)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        rows[name] = json.loads(done.stdout) if done.returncode == 0 else {"failed": done.stderr.strip()[-400:]}
-        print(f"{name}: {json.dumps(rows[name])}", file=sys.stderr, flush=True)
+    rows = each(__file__, [*map(name_of, REQUESTS)], given.only, "--time-limit", str(given.time_limit))
     ratios = {name: row["ratio"] for name, row in rows.items() if "ratio" in row}
     failed = [name for name, row in rows.items() if "failed" in row or "refused" in row["chosen"]]
     mean = geometric_mean(ratios.values()) if ratios else None

@@ -10,12 +10,13 @@ number without a unit, how many bytes may be moved again for one that need not b
 products with weights are kept, whose contractions are thousands long, and scores of attention, sums and everything
 between them are not: what is known as selective recomputation.
 
-Sources: the cut, Shokoohi et al. in the partitioner of PyTorch's AOTAutograd ("min-cut rematerialization", 2022), there
-without a price; selective recomputation, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", MLSys 2023.
+Sources: the cut, "Min-cut optimal(*) recomputation (i.e. activation checkpointing) with AOTAutograd", PyTorch developer
+forum, 2022 (`functorch.compile.min_cut_rematerialization_partition`), there without a price; selective recomputation,
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023.
 
-Known limits: bytes and seconds are those of the unsplit program, so that a cut is the same for all layouts; what lives
-while a region is computed again is not priced; costs are rounded to a 2^18th of the largest.
+Known limits: bytes and seconds are those of the unsplit program, and one ratio of FLOPs to bytes stands for all chips,
+so that a cut is the same for all layouts and clusters; what lives while a region is computed again is not priced; costs
+are rounded to a 2^18th of the largest.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from .graph import CALLS, Graph, Operator, Path
 from .residuals import is_cheap, is_stored, read_by_backward
 
-# FLOPs that a chip does in the time in which it moves a byte. In 16 bits or less these are 139 (V100) to 295 (H100),
-# TPUs between them; in float32 5 to 25, and in float64 less.
+# FLOPs that a chip does in the time in which it moves a byte. By peaks these are, in 16 bits, 139 (V100), 153 to 200
+# (A100), 295 (H100), 166 (TPU v5p), 240 (v5e), 560 (v6e), of which products reach a half to two thirds; in float32 and
+# float64 there are fewer. Chosen, not measured: low, so that products are rather kept.
 _FLOPS_A_BYTE = 120.0
 _FLOPS_A_WIDE_BYTE = {"float32": 12.0, "float64": 6.0, "complex64": 12.0, "complex128": 6.0}
 

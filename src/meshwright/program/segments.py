@@ -36,8 +36,8 @@ LEGS = ((NONE, ALL), (NONE, SELECTIVE), (SELECTIVE, ALL))
 # Of shares that are computed.
 _ROUNDING = 1e-6
 
-# Of the lower rung: bytes moved again for a byte that is not kept (`kept_results`). Recomputing a chain of elementwise
-# operators reads and writes about this much.
+# Of the lower rung: bytes moved again for a byte that is not kept (`kept_results`). Chosen, not measured: in 16 bits a
+# product takes that much whose sums have 600 terms; scores of attention, of 64 or 128, take less with all around them.
 SELECTIVE_PRICE = 6.0
 
 # A lower rung that keeps more than this share of what nothing rematerialised keeps is none. GPT-3's and Llama's keep a
@@ -107,9 +107,9 @@ class Ladder:
         return min(remat, self.top)
 
     def number_at(self, share: float) -> int:
-        """The number that is so far between none (0) and all segments on the last rung (1): up to the first third of
-        the way some are there and the others on none, up to the second they are on the lower rung, and then as in
-        `LEGS`. Where segments are too few for something in between it is one of the two ends, or NONE."""
+        """The number that is so far between none (0) and all segments on the last rung (1). Each third of the way is
+        one of `LEGS`, in their order; within it the share is that of the segments that are higher than the others, at
+        least one of them. Where there are too few segments or rungs for that, it is 0 or the largest number."""
         if not 0 < share < 1 or not self.rungs:
             return self.top if share >= 1 else 0
         leg = min(max(ceil(3 * share - _ROUNDING) - 1, 0), 2)

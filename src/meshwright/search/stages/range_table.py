@@ -94,8 +94,8 @@ def mixed(
 ) -> np.ndarray:
     """Ways to run ranges of which some segments are a rung higher up the ladder than the others, as few as fit memory:
     fields as in a table, with the share of the former in the place of AGAIN, and infinite where none has to be, or not
-    even all are enough. A range of 4 segments that
-    holds 10 bytes, or 2 with all of them a rung higher, has 3 there where 5 bytes are what there is:
+    even all are enough. A range of 4 segments that holds 10 bytes, or 2 with all of them a rung higher, has 3 there
+    where 5 bytes are what there is:
 
     >>> plain, again = (np.array([[1.0], [2.0], [0.0], [0.0], [0.0], [held], [0.0]]) for held in (10.0, 2.0))
     >>> mixed(plain, again, np.array([5.0]), np.array([[1.0]]), np.array([4]))[[KEPT, AGAIN], 0, 0].tolist()

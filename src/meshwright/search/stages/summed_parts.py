@@ -20,7 +20,8 @@ from .solver import Place, StageSolver
 # Prices of memory, in units of the whole program's seconds over the limit. Chosen, not measured.
 PRICES: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 
-# Sums that are remembered for ranges before all are forgotten: seven for each of up to so many, 100 MB.
+# Pairs of layers of which sums are remembered before all are forgotten: half of the pairs are ranges, with seven sums
+# each, so that they take 60 MB at most.
 _MOST_NUMBERS = 1 << 21
 
 
