@@ -12,6 +12,7 @@ from one_device import assert_equal_trees, copy, drawn
 from pipelines import Pipeline, staged_plan, whole
 
 from meshwright import load_plan, plan_for, zoo
+from meshwright.errors import PlanError
 from meshwright.plan import Plan
 from meshwright.planning.request import Planning
 from meshwright.program.graph import Graph
@@ -64,6 +65,19 @@ def test_numbers_are_those_of_one_device(name: str, preset: str) -> None:
     expected = jax.jit(target.step)(copy(state), batch)
     step = PlannedStep(planning.program, plan, jax.devices())
     assert_equal_trees(step(state, batch), expected, atol=3e-5)
+
+
+@pytest.mark.parametrize("path", [(999,), (), (0, 5)])
+def test_what_is_no_equation_in_a_segment_is_not_kept(path: tuple[int, ...]) -> None:
+    """In a file that was edited by hand."""
+    target = zoo.build("gpt-tiny", global_batch=8)
+    planning = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster="p3.16xlarge:1", preset="data_parallel()",
+        microbatches=1, remat="layer",
+    )  # fmt: skip
+    stage = replace(planning.plan.stages[0], kept_inside=(path,))
+    with pytest.raises(PlanError, match=r"stages\[0\]\.kept_inside"):
+        PlannedStep(planning.program, replace(planning.plan, stages=(stage,)), jax.devices())
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gpt-tiny", None), ("llama-tiny", (1, 2))])
