@@ -75,9 +75,12 @@ def test_what_is_no_equation_in_a_segment_is_not_kept(path: tuple[int, ...]) -> 
         target.step, (target.example_state, target.example_batch), cluster="p3.16xlarge:1", preset="data_parallel()",
         microbatches=1, remat="layer",
     )  # fmt: skip
-    stage = replace(planning.plan.stages[0], kept_inside=(path,))
-    with pytest.raises(PlanError, match=r"stages\[0\]\.kept_inside"):
-        PlannedStep(planning.program, replace(planning.plan, stages=(stage,)), jax.devices())
+    (stage,) = planning.plan.stages
+    (level, (run, *_)), *_ = stage.rematerialised
+    wrong = {"kept_inside": {"kept_inside": (path,)}, "rematerialised": {"rematerialised": ((level, (run, run)),)}}
+    for name, change in wrong.items():
+        with pytest.raises(PlanError, match=rf"stages\[0\]\.{name}"):
+            PlannedStep(planning.program, replace(planning.plan, stages=(replace(stage, **change),)), jax.devices())
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gpt-tiny", None), ("llama-tiny", (1, 2))])

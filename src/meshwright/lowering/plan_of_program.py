@@ -69,9 +69,14 @@ def segments_of(graph: Graph, stage: Stage, number: int) -> Segments:
       number: of the stage, from 0.
 
     Raises:
-      PlanError: if results are to be kept that are none of an equation in what is rematerialised.
+      PlanError: if ranges are empty or overlap, or results are to be kept that are none of an equation in them.
     """
     segments = Segments(dict(stage.rematerialised), frozenset(stage.kept_inside))
+    for _, runs in stage.rematerialised:
+        bounds = [bound for run in runs for bound in run]
+        if bounds != sorted(bounds) or any(first == last for first, last in runs):
+            got = " ".join(f"{first}-{last}" for first, last in runs)
+            raise _refusal(f"stages[{number}].rematerialised", got, "ranges in order that do not overlap")
     known = {operator.path for operator in graph.operators}
     for path in stage.kept_inside:
         inside = any(
