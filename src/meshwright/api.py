@@ -297,7 +297,9 @@ def program_for(
     check_batch_axis(args, batch_axis)
     if plan.schedule == "inference":
         return traces.inference(args, microbatches=plan.microbatches, batch_axis=batch_axis)
-    return traces.program(args, microbatches=plan.microbatches, batch_axis=batch_axis, reduction=reduction)
+    return traces.program(
+        args, microbatches=plan.microbatches, batch_axis=batch_axis, reduction=reduction, padded=plan.padded
+    )
 
 
 def _serves(known: Any, planned: Executable, key: Any) -> bool:

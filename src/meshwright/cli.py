@@ -111,6 +111,7 @@ def plan(
         str | None, typer.Option(metavar="2,2,4", help="Devices of each stage, in order; else the best.")
     ] = None,
     preset: _Preset = None,
+    padding: Annotated[bool, typer.Option(help="Whether dims that no mesh axis divides may be padded.")] = True,
     refine: Annotated[
         str | None, typer.Option(metavar="measure|compile", help="Run or compile the best few, keep the fastest.")
     ] = None,
@@ -137,7 +138,7 @@ def plan(
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
             stages=parse_stages(stages), schedule=schedule, preset=preset, refine=refine, method=method,
-            check="compile" if check else None,
+            check="compile" if check else None, padding=padding,
             submeshes=None if submeshes is None else parse_submeshes(submeshes),
             tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
         )  # fmt: skip

@@ -7,6 +7,7 @@ that is not finite is null.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from math import isfinite, nan
 from typing import Any
 
@@ -70,6 +71,7 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
             for one in planning.alternatives
         ],
         "considered": [str(one) for one in planning.considered],
+        "padded": [asdict(one) for one in plan.padded],
         "notes": list(plan.notes),
     })  # fmt: skip
 

@@ -316,6 +316,11 @@ SHAPES: dict[str, Case] = {
         lambda x, v: (lax.pad(x, v, ((0, 0, 0), (1, 2, 0))), lax.pad(x, v, ((0, 0, 1), (-1, 0, 0)))),
         (normal(8, 4), jnp.float32(1.0)),
     ),
+    # A block of the result holds all of the operand, some of its end, or nothing.
+    "pad at the end": (
+        lambda x, y, z, v: [lax.pad(one, v, ((0, 8 - len(one), 0), (0, 1, 0))) for one in (x, y, z)],
+        (normal(7, 4), normal(5, 4), normal(1, 4), jnp.float32(0.5)),
+    ),
     "concatenate": (lambda x, y: (jnp.concatenate([x, y], 1), jnp.stack([y, y], 1)), (normal(8, 4), normal(8, 8))),
     "split": (lambda x: jnp.split(x, 2, axis=1), (normal(8, 8),)),
     "reverse, roll, tile": (lambda x: (x[::-1], jnp.roll(x, 1, axis=1), jnp.tile(x, (2, 1))), (normal(8, 4),)),

@@ -45,9 +45,9 @@ def test_rules_of_hand_written_cases(group: str) -> None:
     equations = collect(inline(traced), jax.tree.leaves(args), key=kind)
     assert len(equations) > len(functions) / 2
     violations = validate_rules(equations, blocks=2)
-    if group in ("indexing", "elementwise"):  # where a block's position enters
+    if group in ("indexing", "elementwise", "shapes"):  # where a block's position enters
         positional = [
-            (e, x) for e, x in equations if e.primitive.name in ("gather", "scatter-add", "random_bits", "iota")
+            (e, x) for e, x in equations if e.primitive.name in ("gather", "scatter-add", "random_bits", "iota", "pad")
         ]
         violations += validate_rules(positional, blocks=4)
     assert not violations, told(violations)

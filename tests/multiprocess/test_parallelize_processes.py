@@ -145,3 +145,37 @@ except mw.PlanError as error:
 """,
     )
     assert all("differing: refused to run the plan" in output for output in found), found
+
+
+def test_a_padded_batch_in_several_processes(tmp_path: Path) -> None:
+    """30 rows over eight devices of four processes."""
+    found = outputs(
+        tmp_path,
+        """
+from dataclasses import replace
+from meshwright.planning.checks import request_of
+from meshwright.planning.device_kinds import plan_for_kinds
+from meshwright.planning.request import PlanOptions
+from meshwright.program.padded_dims import PaddedDim
+from meshwright.program.traces import traces_of
+
+target = zoo.mlp(width=32, layers=4, batch=30)
+batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
+names = [f"args[1]{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+asked = request_of(
+    traces_of(target.step), (target.example_state, target.example_batch), PlanOptions(stages=1), started=0.0,
+    tell=lambda text: None,
+)
+plan = plan_for_kinds(replace(asked, padded=tuple(PaddedDim(name, 0, 8) for name in names))).plan
+step = mw.parallelize(target.step, plan=plan)
+state = step.init(target.init, jax.random.key(0), batch=batch)
+expected, alone = jax.jit(target.init)(jax.random.key(0)), jax.jit(target.step)
+for _ in range(3):
+    state, metrics = step(state, batch)
+    expected, wanted = alone(expected, batch)
+    np.testing.assert_allclose(float(metrics["loss"]), float(wanted["loss"]), rtol=1e-4)
+print("padded", len(plan.padded), float(metrics["loss"]))
+""",
+    )
+    assert len(found) == 4
+    assert len({text[text.index("padded") :].strip() for text in found}) == 1

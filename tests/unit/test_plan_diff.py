@@ -19,6 +19,7 @@ from meshwright.plan import (
     Transfer,
 )
 from meshwright.plan.diff import diff_plans
+from meshwright.program.padded_dims import PaddedDim
 from meshwright.sharding import Spec
 
 WHOLE = Spec.replicated(2)
@@ -201,6 +202,7 @@ PLAN_CHANGES = {
     "schedule_options": (("chunks", 2),),
     "scan_splits": ((3, (2, 2)),),
     "transfers": (SENT,),
+    "padded": (PaddedDim("head", 1, 128),),
 }
 
 

@@ -1,4 +1,4 @@
-"""Notes on what no axis divides and what devices do alike: the dim, the line, and what another size would gain."""
+"""What no axis divides is padded or noted, and what devices do alike is noted: the dim, the line, and what it costs."""
 
 from __future__ import annotations
 
@@ -65,11 +65,17 @@ def about(plan: mw.Plan, words: str) -> list[str]:
     return [note for note in plan.notes if words in note]
 
 
-def would_take(note: str) -> tuple[float, float]:
-    """Milliseconds with the dim as a note wants it, and as it is."""
-    found = re.search(r"would take ([\d.]+ \w+) in place of ([\d.]+ \w+)", note)
+def seconds_of(plan: mw.Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
+
+
+def padded_note(plan: mw.Plan) -> tuple[str, float, float]:
+    """The note on what is padded, and the milliseconds of a step that it tells: as planned, and without padding."""
+    (note,) = about(plan, "padded: ")
+    found = re.search(r"; ([\d.]+ \w+) a step, ([\d.]+ \w+) as it is", note)
     assert found is not None, note
-    return milliseconds(found[1]), milliseconds(found[2])
+    return note, milliseconds(found[1]), milliseconds(found[2])
 
 
 @pytest.mark.parametrize(
@@ -77,43 +83,38 @@ def would_take(note: str) -> tuple[float, float]:
     [
         {"mesh": {"x": 2, "y": 4}},  # the one that is found, too
         {"preset": "megatron(tp=8)"},
+        {"preset": "megatron(tp=4, pp=2)"},
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"microbatches": 4}, marks=pytest.mark.slow),
         pytest.param({"preset": "fsdp_tp(tp=4)"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_what_a_padded_vocabulary_is_said_to_take_is_what_its_plan_takes(options: dict[str, Any]) -> None:
+def test_a_padded_vocabulary_is_nearly_as_fast_as_an_even_one(options: dict[str, Any]) -> None:
     plan = planned(language_model(50257), **options)
-    (note,) = about(plan, "does not divide")
+    note, after, before = padded_note(plan)
+    assert "dim 0 of args[0]['embedding'] from 50257 to 50304" in note
+    assert after == pytest.approx(1e3 * seconds_of(plan), rel=0.03)
+    assert before == pytest.approx(1e3 * seconds_of(planned(language_model(50257), padding=False, **options)), rel=0.03)
+    # Of a model of one layer masks, and bringing the embedding into its layout, are a larger share than of others
+    # (`benchmarks/padding.py`).
+    assert before - after >= 0.6 * (before - 1e3 * seconds_of(planned(language_model(50304), **options)))
+    assert not about(plan, "does not divide")
+
+
+@pytest.mark.parametrize("options", [{"time_limit_seconds": 0.0}, {"padding": False}], ids=str)
+def test_what_is_not_padded_is_bounded(options: dict[str, Any]) -> None:
+    """What padding is said to save at most is no less than what it saves."""
+    plan, even = (planned(language_model(size), preset="megatron(tp=8)", **options) for size in (50257, 50304))
+    (note,) = about(plan, "does not divide 50257")
     assert "dim 0 (50257) of args[0]['embedding']" in note
     assert re.search(rf"{HERE}:\d+", note)
-    assert "50304" in note
-    after, before = would_take(note)
-    where = {} if {"preset", "mesh"}.intersection(options) else {"mesh": dict(plan.stages[0].mesh)}
-    padded = planned(language_model(50304), **where, **options)
-    assert before == pytest.approx(1e3 * plan.predicted.step_seconds, rel=0.05)
-    assert after == pytest.approx(1e3 * padded.predicted.step_seconds, rel=0.05)
-    assert not about(padded, "does not divide")
-
-
-@pytest.mark.parametrize(
-    "options", [{"preset": "megatron(tp=4, pp=2)"}, {"preset": "megatron(tp=8)", "time_limit_seconds": 0.0}], ids=str
-)
-def test_a_preset_of_stages_is_solved_again_and_one_out_of_time_bounded(options: dict[str, Any]) -> None:
-    """What padding is said to save at most is no less than what it saves."""
-    plan, padded = (planned(language_model(size), **options) for size in (50257, 50304))
-    (note,) = about(plan, "does not divide 50257")
-    gained = 1e3 * (plan.predicted.step_seconds - padded.predicted.step_seconds)
-    if "time_limit_seconds" not in options:
-        after, before = would_take(note)
-        assert "for stage 2" in note
-        assert before - after >= 0.8 * gained
-        return
     found = re.search(r"save at most ([\d.]+ \w+) of ([\d.]+ \w+) a step, of compute", note)
     assert found is not None
-    assert milliseconds(found[2]) == pytest.approx(1e3 * plan.predicted.step_seconds, rel=0.01)
+    assert milliseconds(found[2]) == pytest.approx(1e3 * seconds_of(plan), rel=0.01)
+    gained = 1e3 * (seconds_of(plan) - seconds_of(even))
     assert gained <= milliseconds(found[1]) <= 1.3 * gained
+    assert not about(even, "does not divide")
 
 
 def layers(batch: int, width: int, *, flat: bool = False) -> tuple[Any, Any]:
@@ -136,37 +137,37 @@ def layers(batch: int, width: int, *, flat: bool = False) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("model", "options", "larger", "words"),
     [
-        (layers(63487, 64), {}, layers(63488, 64), "(63487) of args[1]['x'] is not split over 8 devices"),
-        (layers(8191, 512), {}, layers(8192, 512), "(8191) of args[1]['x'] is not split over 8 devices"),
-        (layers(60002, 64), {}, layers(60008, 64), "(60002) of args[1]['x'] is split over 2 of 8 devices"),
-        (layers(12004, 64, flat=True), {}, layers(12008, 64, flat=True), "(12004) of args[1]['x'] is split over 4 of"),
+        (layers(63487, 64), {}, layers(63488, 64), "from 63487 to 63488"),
+        (layers(8191, 512), {}, layers(8192, 512), "from 8191 to 8192"),
+        (layers(60002, 64), {}, layers(60008, 64), "from 60002 to 60008"),
+        (layers(12004, 64, flat=True), {}, layers(12008, 64, flat=True), "from 12004 to 12008"),
         pytest.param(
-            language_model(512, batch=30), {}, language_model(512, batch=32),
-            "(30) of args[1] is split over 2 of 8 devices", marks=pytest.mark.slow,
+            language_model(512, batch=30), {}, language_model(512, batch=32), "from 30 to 32", marks=pytest.mark.slow
         ),
         pytest.param(
             language_model(512, batch=120), {"microbatches": 4}, language_model(512, batch=128),
-            "8 does not divide 30, its part in each of 4 microbatches; 128 would", marks=pytest.mark.slow,
+            "from 30 to 32 in each of 4 microbatches", marks=pytest.mark.slow,
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
-def test_a_batch_that_nothing_divides_is_named_with_the_next_that_is(
+def test_a_batch_that_nothing_divides_is_padded_to_the_next_that_is(
     model: tuple[Any, Any], options: dict[str, Any], larger: tuple[Any, Any], words: str
 ) -> None:
-    """And what that is said to take is what its plan takes."""
     plan = planned(model, **options)
-    (note,) = about(plan, words)
-    assert "dim 0 (" in note
-    assert re.search(rf"{HERE}:\d+", note)
+    note, _, before = padded_note(plan)
+    assert words in note
+    assert 1e3 * seconds_of(plan) < before
+    assert seconds_of(plan) <= 1.13 * seconds_of(planned(larger, **options))
     assert not about(plan, "do the same work")
-    batch = jax.tree.leaves(larger[1][1])[0].shape[0]
-    assert re.search(rf"; {batch}\b", note)
-    after, before = would_take(note)
-    assert before == pytest.approx(1e3 * plan.predicted.step_seconds, rel=0.05)
-    there = planned(larger, mesh=dict(plan.stages[0].mesh), **options)
-    assert after == pytest.approx(1e3 * there.predicted.step_seconds, rel=0.06)
-    assert not about(there, "does not divide")
+    assert not about(plan, "does not divide")
+
+
+def test_what_is_no_faster_padded_stays_and_is_not_noted() -> None:
+    """With the batch split over all devices two heads need not be, and eight would be four times the work."""
+    plan = planned(language_model(512, heads=2))
+    assert not plan.padded
+    assert not about(plan, "does not divide")
 
 
 def test_dims_of_all_layers_are_padded_together() -> None:
@@ -186,17 +187,11 @@ def test_dims_of_all_layers_are_padded_together() -> None:
         ws = [{"in": shape(256, width), "out": shape(width, 256)} for width in (*[inner] * 8, 1024)]
         return planned((step, (ws, shape(4096, 256))), preset="megatron(tp=8)")
 
-    (note,) = about(plan_of(2049), "does not divide 2049")
-    assert "dim 1 (2049) of args[0][0]['in'] (and 7 more) is not split over 8 devices" in note
-    padded = plan_of(2056)
-    assert would_take(note)[0] == pytest.approx(1e3 * padded.predicted.step_seconds, rel=0.05)
-    assert not about(padded, "does not divide")
-
-
-def test_of_several_stages_the_costliest_is_padded() -> None:
-    plan = planned(language_model(50257), stages=2)
-    (note,) = about(plan, "does not divide 50257")
-    assert "for stage 2" in note
+    plan = plan_of(2049)
+    note, _, _ = padded_note(plan)
+    assert "dim 1 of args[0][0]['in'] from 2049 to 2056 and 7 more" in note
+    assert len(plan.padded) == 8
+    assert seconds_of(plan) <= 1.2 * seconds_of(plan_of(2056))
 
 
 def test_stages_of_stacked_layers_are_padded_too() -> None:
@@ -213,23 +208,24 @@ def test_stages_of_stacked_layers_are_padded_too() -> None:
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
         return (jax.tree.map(lambda a, m: a - 0.1 * m, p, momentum), momentum), value
 
-    def noted(vocabulary: int) -> list[str]:
+    def plan_of(vocabulary: int) -> mw.Plan:
         layers = {"in": shape(4, 512, 8192), "out": shape(4, 8192, 512)}
         parameters = {"e": shape(vocabulary, 512), "head": shape(512, vocabulary), "layers": layers}
-        model = step, ((parameters, parameters), shape(8, 256, dtype=jnp.int32))
-        return about(planned(model, stages=2, microbatches=2), "does not divide")
+        tokens, preset = shape(8, 256, dtype=jnp.int32), "megatron(tp=4, pp=2)"
+        return planned((step, ((parameters, parameters), tokens)), preset=preset, microbatches=2)
 
-    (note,) = noted(20011)
-    assert "does not divide 20011" in note
-    assert "for stage 2" in note
-    assert not noted(20480)
+    plan = plan_of(20011)
+    note, after, before = padded_note(plan)
+    assert "dim 1 of args[0][0]['head'] from 20011 to 2" in note
+    assert before - after >= 0.3 * (before - 1e3 * seconds_of(plan_of(20096)))
 
 
-def test_heads_that_are_too_few_are_named() -> None:
-    model = language_model(50304, width=1600, heads=25)
-    (note,) = about(planned(model, preset="megatron(tp=8)"), "does not divide 25")
-    assert "25 blocks" in note
-    assert "32 would take" in note
+def test_heads_that_are_too_few_are_padded() -> None:
+    """25 heads of 64 are 32 of 64 inside, where the parameters have 1600 numbers."""
+    plan = planned(language_model(50304, width=1600, heads=25), preset="megatron(tp=8)")
+    note, after, before = padded_note(plan)
+    assert "from 1600 to 2048" in note
+    assert after < 0.95 * before
 
 
 def test_a_plan_that_splits_everything_has_no_notes() -> None:
@@ -268,7 +264,7 @@ def test_a_search_that_did_not_end_claims_no_proof() -> None:
     planning = mw.plan_for(*whole_run(64, 512), cluster=CLUSTER, stages=1)
     predicted = replace(planning.plan.predicted, optimality_gap=0.5)
     notes = replicated_work(
-        planning.program, replace(planning.plan, predicted=predicted), planning.cluster, Constraints(), seconds=0.0
+        planning.program, replace(planning.plan, predicted=predicted), planning.cluster, Constraints()
     )
     (note,) = (one for one in notes if "8 devices do the same work" in one)
     assert "the search did not find out whether a layout that splits it is faster" in note

@@ -25,11 +25,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
     if name == "interleaved_one_f_one_b":
         options["chunks"] = chunks = draw(st.integers(1, 3))
         stages, microbatches = stages * chunks, stages * draw(st.integers(1, 3))
-    if name == "adaptive":
-        options["warm_up"] = tuple(draw(st.integers(1, 4)) for _ in range(stages - 1))
     neighbours = {Edge(stage, stage + 1) for stage in range(stages - 1)}
     skips = st.integers(0, stages - 1).flatmap(lambda a: st.integers(0, stages - 1).map(lambda b: (a, b)))
     edges = neighbours | {Edge(a, b) for a, b in draw(st.lists(skips, max_size=3)) if a < b}
+    if name == "adaptive":
+        options["warm_up"] = tuple(draw(st.integers(1, 4)) for _ in edges)
     return make_schedule(name, stages, microbatches, edges=tuple(sorted(edges)), **options)
 
 

@@ -107,6 +107,19 @@ def of_whole_batch(equation: Equation, whole: Sequence[int]) -> Equation:
     return equation.replace(primitive=primitive, params={**params, "whole": tuple(whole)})
 
 
+def of_padded_shape(equation: Equation, shape: Sequence[int]) -> Equation:
+    """The same draw or count in dims that are longer: what it makes for the elements that were there stays.
+
+    Args:
+      equation: as it was.
+      shape: longer; of keys that draw or split, without their own dims.
+    """
+    params = {name: equation.params[name] for name in _KEPT[equation.primitive.name]}
+    unpadded = tuple(params["shape"])
+    params |= {"shape": tuple(shape), "whole": equation.params.get("whole", unpadded), "unpadded": unpadded}
+    return equation.replace(primitive=_OF_WHOLE_BATCH[equation.primitive.name], params=params)
+
+
 def _arange(extent: int) -> jax.Array:
     return jnp.arange(extent, dtype=jnp.uint32)
 
@@ -115,16 +128,20 @@ def _arange(extent: int) -> jax.Array:
 # evaluates them otherwise (`program.places`).
 
 
-def _bits(keys: Any, *, bit_width: int, shape: Sequence[int], whole: Sequence[int]) -> Any:
+def _bits(keys: Any, *, bit_width: int, shape: Sequence[int], whole: Sequence[int], unpadded: Any = None) -> Any:
+    del unpadded
     return random_bits_at(keys, bit_width, whole, [_arange(n) for n in shape])
 
 
-def _split(keys: Any, *, shape: Sequence[int], whole: Sequence[int]) -> Any:
+def _split(keys: Any, *, shape: Sequence[int], whole: Sequence[int], unpadded: Any = None) -> Any:
+    del unpadded
     return split_at(keys, whole, [_arange(n) for n in shape])
 
 
-def _count(*, dtype: Any, shape: Sequence[int], dimension: int, whole: Sequence[int]) -> Any:
-    del whole
+def _count(
+    *, dtype: Any, shape: Sequence[int], dimension: int, whole: Sequence[int], unpadded: Any = None
+) -> Any:  # fmt: skip
+    del whole, unpadded
     return lax.broadcasted_iota(dtype, shape, dimension)
 
 
@@ -160,7 +177,7 @@ def _define(name: str) -> None:
         return ShapedArray(tuple(params["shape"]), params["dtype"])
 
     primitive.def_abstract_eval(abstract)
-    primitive.def_impl(jax.jit(meaning, static_argnames=(*_KEPT[name], "whole")))
+    primitive.def_impl(jax.jit(meaning, static_argnames=(*_KEPT[name], "whole", "unpadded")))
     mlir.register_lowering(primitive, mlir.lower_fun(meaning, multiple_results=False))
 
 

@@ -23,6 +23,12 @@ def check_program(program: Program, plan: Plan) -> None:
     Raises:
       PlanError: if the plan is not of this program in its number of microbatches.
     """
+    if plan.padded != program.padded:
+        raise PlanError(
+            refused="the plan", got=f"a plan with {len(plan.padded)} padded dims, a program with {len(program.padded)}",
+            needed="the program as the plan has it", where="plan=",
+            try_="meshwright.parallelize(step, plan=plan), which traces it so",
+        )  # fmt: skip
     if plan.program != program.fingerprint:
         raise PlanError(
             refused="the plan", got=f"a plan for program {plan.program} in {plan.microbatches} microbatches",

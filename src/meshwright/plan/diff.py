@@ -38,6 +38,7 @@ def _lines(a: Plan, b: Plan) -> Iterator[str]:
         yield from _scalar(name.replace("_", " "), getattr(a, name), getattr(b, name))
     yield from _scalar("schedule options", _options(a), _options(b))
     yield from _scalar("scans split", _splits(a), _splits(b))
+    yield from _scalar("padded dims", _padded(a), _padded(b))
     yield from _scalar("stages", len(a.stages), len(b.stages))
     for number, (before, after) in enumerate(zip(a.stages, b.stages, strict=False), start=1):
         for line in _stage_lines(before, after):
@@ -55,6 +56,10 @@ def _lines(a: Plan, b: Plan) -> Iterator[str]:
 
 def _options(plan: Plan) -> str:
     return ", ".join(f"{name}={value}" for name, value in plan.schedule_options) or "none"
+
+
+def _padded(plan: Plan) -> str:
+    return ", ".join(f"{one.name}[{one.dim}] to a multiple of {one.multiple}" for one in plan.padded) or "none"
 
 
 def _splits(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any
 
+from ..program.padded_dims import PaddedDim
 from ..sharding.spec import Spec
 
 SCHEMA = 2
@@ -243,6 +244,7 @@ class Plan:
       scan_splits: scans of the core that are cut into several, by position of their equation before any is: the trips
         of each piece (`program.scan_split`).
       transfers: what stages send each other, by source, target and value.
+      padded: dims that the program has longer inside than its inputs have, so that axes divide them.
     """
 
     program: str
@@ -256,6 +258,7 @@ class Plan:
     schedule_options: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
     scan_splits: tuple[tuple[int, tuple[int, ...]], ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    padded: tuple[PaddedDim, ...] = ()
 
     @cached_property
     def num_devices(self) -> int:

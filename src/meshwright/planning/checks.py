@@ -76,7 +76,7 @@ def request_of(
         traces=traces, args=args, cluster=where, microbatches=options.microbatches, mesh=meshes,
         constraints=Constraints(layouts=layouts, zero=zero), remat=remat, batch_axis=options.batch_axis,
         reduction=options.reduction, stages=stages, schedule=schedule, submeshes=submeshes, preset=preset,
-        started=started, time_limit_seconds=options.time_limit_seconds, tell=tell,
+        started=started, time_limit_seconds=options.time_limit_seconds, tell=tell, pads=bool(options.padding),
         may_idle=(options.cluster != "local" and options.devices is None) or process_count() == 1,
     )  # fmt: skip
 

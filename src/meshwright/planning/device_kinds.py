@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import inf, isfinite
+from math import isfinite
 
 from ..cluster import Cluster, devices_by_kind, one_kind_alone
 from ..errors import PlanError, size_words
@@ -41,7 +41,7 @@ def plan_for_kinds(asked: PlanRequest) -> SearchResult:
     free = asked.preset is None and asked.submeshes is None and not asked.mesh
     clusters = told_apart(asked.cluster) if free else ()
     if not clusters and len(parts) == 1:
-        return parts[0].search(inf, asked.left_seconds)
+        return parts[0].search(asked.faster_than_seconds, asked.left_seconds)
     alone = list(_alone(asked, clusters))
     if asked.may_idle and asked.schedule is None:
         return asked.best_of([*parts, *alone])

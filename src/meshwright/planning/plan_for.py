@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,12 @@ from ..notes.storage import storage_notes
 from ..plan.row_notes import row_notes
 from ..presets import Preset
 from ..program.effects import effect_notes
+from ..program.padded_dims import PaddedDim
 from ..program.traces import Traces, traces_of
 from .advice import with_advice
 from .checks import as_traced_for, check_trials, cluster_asked, request_of
-from .device_kinds import plan_for_kinds
 from .microbatch_counts import microbatch_counts
+from .padding import PaddedPlanning
 from .refine import MARGIN, held_bytes
 from .request import DEFAULT_METHOD, Planning as Planning, PlanOptions, PlanRequest
 
@@ -48,6 +49,7 @@ def plan_for(
     submeshes: Sequence[int] | None = None,
     preset: Preset | str | None = None,
     donate: int | Sequence[int] | None = None,
+    padding: bool = True,
     devices: Any = None,
     time_limit_seconds: float = 60.0,
     refine: str | None = None,
@@ -79,6 +81,8 @@ def plan_for(
       donate: the arguments whose buffers the step may take over, as jax.jit's `donate_argnums`: a number or several, ()
         for none. None for what the step says itself: `donate_argnums` of a step that is a jax.jit function, or else the
         first argument, if it comes back as the first result and `value_and_grad` differentiates by what is in it.
+      padding: whether dims that mesh axes do not divide (a vocabulary of 50257, a batch of 30 over 8 devices) may be
+        padded inside the program, where that is faster. Numbers, arguments and results stay what they are.
       devices: a sequence of `jax.Device` or a mesh: what `cluster="local"` stands for, and what a step is run on. None
         for all; a step that is run takes those that its arguments lie on (`parallelize`).
       time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.
@@ -100,7 +104,7 @@ def plan_for(
         cluster=cluster, microbatches=microbatches, mesh=mesh, pins=pins, zero=zero, remat=remat,
         memory_per_device=memory_per_device, batch_axis=batch_axis, reduction=reduction, stages=stages,
         schedule=schedule, submeshes=submeshes, preset=preset, devices=devices, refine=refine,
-        check=check, time_limit_seconds=time_limit_seconds, method=method,
+        check=check, time_limit_seconds=time_limit_seconds, method=method, padding=padding,
     )  # fmt: skip
     bound = bound_to_static(step, args)
     traces, started = traces_of(bound.step, bound.donate(donate)), time.perf_counter()
@@ -139,7 +143,8 @@ def _planned(
     if options.refine is not None or options.check is not None:
         found = _tried(traces, args, options, asked)
     elif options.method in (None, DEFAULT_METHOD):
-        found = _with_notes(asked, Planning.of(plan_for_kinds(asked), asked.cluster))
+        search = PaddedPlanning(asked)
+        found = _with_notes(asked, Planning.of(search.run(), asked.cluster), search.tried)
     else:
         from .method import plan_by_method  # what most never need
 
@@ -176,14 +181,12 @@ def _tried(traces: Traces, args: Sequence[Any], options: PlanOptions, asked: Pla
     return checked_plan(plan, predicted, cluster=asked.cluster, tell=asked.tell, whole=whole, devices=devices)
 
 
-def _with_notes(asked: PlanRequest, found: Planning) -> Planning:
-    """A plan with what there is to say of it."""
+def _with_notes(asked: PlanRequest, found: Planning, padded: Collection[PaddedDim] = ()) -> Planning:
+    """A plan with what there is to say of it; `padded` are dims that were padded in a search."""
     preset, plan = asked.preset, found.plan
     notes = (*found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     notes += storage_notes(plan, asked.constraints.zero, preset)
-    notes += replicated_work(
-        found.program, plan, asked.cluster, asked.constraints_in(found.program), seconds=asked.left_seconds
-    )
+    notes += replicated_work(found.program, plan, asked.cluster, asked.constraints_in(found.program), tried=padded)
     if asked.schedule is not None and len(plan.stages) == 1:
         searched = any(one.what == "several stages" for one in found.considered)
         why = "one stage is faster than several (stages=2 for two)" if searched else "the plan can have one stage only"

@@ -15,6 +15,7 @@ from ..presets import Preset
 from ..presets.roles_in_program import roles_in
 from ..program.batch import batch_inputs
 from ..program.expected import Expectations, Unexpected
+from ..program.padded_dims import PaddedDim
 from ..program.staged import StagedProgram
 from ..program.trace import Program
 from ..program.traces import Traces
@@ -51,6 +52,7 @@ class PlanOptions:
     refine: str | None = None
     check: str | None = None
     method: str | None = None
+    padding: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +68,11 @@ class PlanRequest:
       stages: how many; None to choose.
       preset: with all its sizes, or None.
       started: when the work began, by `time.perf_counter`; `time_limit_seconds` are from then on.
+      pads: whether dims may be padded that mesh axes do not divide.
       may_idle: whether a plan may leave devices out: a process that runs it has to have some that it does not.
       faster_than_seconds: a plan whose step counts for more is not wanted.
       expectations: of the step's programs.
+      padded: dims that the step's programs have longer.
     """
 
     traces: Traces
@@ -87,9 +91,11 @@ class PlanRequest:
     started: float
     time_limit_seconds: float
     tell: Callable[[str], None]
+    pads: bool = True
     may_idle: bool = True
     faster_than_seconds: float = inf
     expectations: Expectations = field(default_factory=Expectations)
+    padded: tuple[PaddedDim, ...] = ()
 
     @property
     def left_seconds(self) -> float:
@@ -134,12 +140,13 @@ class PlanRequest:
     def program(self, microbatches: int, *, warn: bool = False) -> Program:
         """The step in so many microbatches; `warn` as of `Traces.program`."""
         return self.traces.program(
-            self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction, warn=warn
-        )
+            self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction,
+            padded=self.padded, warn=warn,
+        )  # fmt: skip
 
     def traced(self) -> frozenset[int]:
         """The numbers of microbatches whose programs have been asked for."""
-        return self.traces.traced(self.args, batch_axis=self.batch_axis, reduction=self.reduction)
+        return self.traces.traced(self.args, batch_axis=self.batch_axis, reduction=self.reduction, padded=self.padded)
 
     def constraints_in(self, program: Program) -> Constraints:
         """What is fixed in a program: the layouts and the ZeRO stage, and what a preset's axes are for.
@@ -181,12 +188,17 @@ class Planning(Priced):
     @classmethod
     def of(cls, result: SearchResult, cluster: Cluster) -> Planning:
         """What a search has found for a cluster."""
-        program = result.program
-        assert program is not None  # planning has it
         return cls(
-            program=program.source if isinstance(program, StagedProgram) else program, plan=result.plan,
+            program=program_of(result), plan=result.plan,
             cluster=cluster, considered=result.considered, alternatives=result.alternatives,
         )  # fmt: skip
+
+
+def program_of(result: SearchResult) -> Program:
+    """The whole program of a plan that was searched for."""
+    program = result.program
+    assert program is not None  # planning has it
+    return program.source if isinstance(program, StagedProgram) else program
 
 
 def on_devices(plan: Plan, devices: Sequence[int], cluster: Cluster) -> Plan:

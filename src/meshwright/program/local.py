@@ -69,7 +69,8 @@ def _iota(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence
     shape = _result_shape(equation, split)
     whole = equation.params.get("whole", aval.shape)[along]
     at = slice(along, along + 1)
-    (indices,) = _positions(split, aval.shape[at], (whole,), split.rule.results[0][at])
+    own = equation.params.get("unpadded", aval.shape)[at]
+    (indices,) = _positions(split, aval.shape[at], (whole,), split.rule.results[0][at], own)
     return (lax.broadcast_in_dim(indices.astype(aval.dtype), shape, (along,)),)
 
 
@@ -88,29 +89,56 @@ def _dynamic_slice(equation: Equation, split: Split, operands: Sequence[Any]) ->
 def _random_bits(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
     shape, (keys,) = equation.params["shape"], operands
     whole = equation.params.get("whole", shape)
-    positions = _positions(split, shape, whole, split.rule.results[0][keys.ndim :])
+    own = equation.params.get("unpadded", shape)
+    positions = _positions(split, shape, whole, split.rule.results[0][keys.ndim :], own)
     return (random_bits_at(keys, equation.params["bit_width"], whole, positions),)
 
 
 def _random_split(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
     shape, (keys,) = equation.params["shape"], operands
     whole = equation.params.get("whole", shape)
-    return (split_at(keys, whole, _positions(split, shape, whole, split.rule.results[0][keys.ndim :])),)
+    own = equation.params.get("unpadded", shape)
+    return (split_at(keys, whole, _positions(split, shape, whole, split.rule.results[0][keys.ndim :], own)),)
 
 
-def _positions(split: Split, shape: Sequence[int], whole: Sequence[int], dims: Dims) -> list[Any]:
-    """For each dim of a draw the indices of this device's block, in the whole batch."""
+def _positions(
+    split: Split, shape: Sequence[int], whole: Sequence[int], dims: Dims, unpadded: Sequence[int]
+) -> list[Any]:
+    """For each dim of a draw the indices of this device's block, in the whole batch; the dim may be padded."""
     found = []
-    for extent, of_all, dim in zip(shape, whole, dims, strict=True):
+    for extent, of_all, dim, own in zip(shape, whole, dims, unpadded, strict=True):
         indices = jnp.arange(extent // split.blocks(dim), dtype=jnp.uint32)
         if split.dim_axes(dim):
             indices = indices + split.offset(extent, dim).astype(jnp.uint32)
-        found.append(indices if extent == of_all else rows_in_batch(indices, extent, of_all))
+        found.append(indices if own == of_all else rows_in_batch(indices, own, of_all))
     return found
 
 
 def _sorted_rows(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
     return evaluate_sorted(equation, split, operands, evaluate_local)
+
+
+def _pad(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
+    """`pad`, whose result may be split along a dim that is padded at its end: a block is cut out of the operand, which
+    has all of that dim, and only the block is padded."""
+    x, value = operands
+    config, shape = list(equation.params["padding_config"]), equation.outvars[0].aval.shape
+    for d, dim in enumerate(split.rule.results[0]):
+        block, have = shape[d] // split.blocks(dim), x.shape[d]
+        if not split.dim_axes(dim) or not any(config[d]):
+            continue
+        config[d] = (0, 0, 0)
+        if block > have:  # most blocks are padding
+            x = lax.pad(x, value, [(0, (shape[d] - have) * (e == d), 0) for e in range(x.ndim)])
+            x = lax.dynamic_slice_in_dim(x, split.offset(shape[d], dim), block, d)
+            continue
+        # A block that begins near the end, or behind it, is cut out as far as there is something, and then shifted.
+        start = split.offset(shape[d], dim)
+        first = jnp.minimum(start, have - block)
+        x = lax.dynamic_slice_in_dim(x, first, block, d)
+        x = lax.pad(x, value, [(0, block * (e == d), 0) for e in range(x.ndim)])
+        x = lax.dynamic_slice_in_dim(x, jnp.minimum(start - first, block), block, d)
+    return (lax.pad(x, value, config),)
 
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
@@ -125,6 +153,7 @@ _EVALUATORS: Mapping[str, Evaluator] = {
     "iota": _iota,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
+    "pad": _pad,
     "random_bits": _random_bits,
     "random_split": _random_split,
     "gather": gather,

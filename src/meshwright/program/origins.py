@@ -13,7 +13,8 @@ knows every factor that runs over the batch; and its kind:
 * `data`: it is a dim of an input and no weight: batch, sequence, an image's height. Learned positions do not make a
   weight of the sequence: no product reads them.
 
-Values that depend on no input relate nothing: a mask is made wherever it is read.
+A padded dim is the index that it was. Values that depend on no input relate nothing: a mask is made wherever it is
+read.
 
 Cost: linear in the graph, but for one bit for each pair of values. Known limit: a factor that is the minor one of a
 dim (reshape) is no part of that dim's index, as it is no split of it either.
@@ -100,6 +101,12 @@ class Indices:
                         mine = self._start[op.index] + lead
                         other = self._dims.setdefault((value, dim), mine)
                         self._parent[self._find(mine)] = self._find(other)
+            if op.name == "pad":  # a dim that is padded stays the same index
+                for before, after in zip(op.rule.operands[0], op.rule.results[0], strict=True):
+                    leads = _leading(op, before), _leading(op, after)
+                    if None not in leads:
+                        short, longer = (self._find(self._start[op.index] + lead) for lead in leads if lead is not None)
+                        self._parent[longer] = short
 
     def _find(self, node: int) -> int:
         parent = self._parent

@@ -174,6 +174,8 @@ class Rules:
                         _RESTRICTED[shared] = rule
                 if equation.primitive.name == "top_k":
                     rule = _top_k_rule(equation)
+                elif equation.primitive.name == "pad":
+                    rule = _pad_rule(equation)
             self._rules[key] = rule
         return self._rules[key]
 
@@ -421,3 +423,19 @@ def _top_k_rule(equation: Equation) -> Rule:
     composer.mark(operand[-1], "whole")
     last = [composer.atom(equation.outvars[0].aval.shape[-1], "whole")]
     return composer.rule([operand], [[*operand[:-1], last]] * len(equation.outvars))
+
+
+def _pad_rule(equation: Equation) -> Rule:
+    """A dim that is padded at its end may be split in the result, of which each block is made of the whole operand."""
+    composer = Composer()
+    operand = composer.tensor(equation.invars[0].aval.shape)
+    result = []
+    for dim, extent, (low, high, interior) in zip(
+        operand, equation.outvars[0].aval.shape, equation.params["padding_config"], strict=True
+    ):
+        plain = low == high == interior == 0
+        at_end = low == interior == 0 and high > 0
+        if not plain:
+            composer.mark(dim, "whole")
+        result.append(dim if plain else [composer.atom(extent, "parallel" if at_end else "whole")])
+    return composer.rule([operand, []], [result])

@@ -28,6 +28,8 @@ from .build import build_graph
 from .donation import named_inputs
 from .graph import Graph
 from .marking import NO_MARKS, Marks
+from .padded_dims import PaddedDim
+from .padding import padded_program
 from .places import notes_on_draws, placed
 from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .replaced import refuse_replaced
@@ -69,6 +71,8 @@ class Program:
       effects: to run after a step, on the further results that `outer` has for them, after those of `out_tree`.
       piece: what the number of microbatches, times that of the blocks that the batch lies in, has to divide; 0 if any.
       marks: of a step that is planned whole, the marks that it has.
+      padded: dims that `core` has longer than the step.
+      unpadded_flops: of the operators of the core without them, in one run; None where no dims are padded.
     """
 
     outer: ClosedJaxpr
@@ -98,6 +102,8 @@ class Program:
     effects: Effects = NO_EFFECTS
     piece: int = 0
     marks: Marks = NO_MARKS
+    padded: tuple[PaddedDim, ...] = ()
+    unpadded_flops: float | None = None
 
     @property
     def marked(self) -> bool:
@@ -162,6 +168,7 @@ def trace_program(
     batch_axis: int = 0,
     reduction: str | None = None,
     donate: Any = None,
+    padded: Sequence[PaddedDim] = (),
     trace: Callable[..., TracedStep] = trace_step,
 ) -> Program:
     """Trace `step` on arguments of the given shapes.
@@ -173,6 +180,7 @@ def trace_program(
       batch_axis: which axis of every array outside the state is the batch.
       reduction: "mean" or "sum", how losses of microbatches combine; None to find out from the program.
       donate: the arguments whose buffers the step may take over; None for those that the step says (`donation`).
+      padded: dims of what the loss function reads that its program is to have longer.
       trace: of a step and shapes what programs in all numbers of microbatches share, for whoever remembers it.
 
     Raises:
@@ -192,7 +200,7 @@ def trace_program(
                 got=whole.marks.got, needed="exactly one, outside of loops",
                 where=getattr(step, "__name__", "the step"), try_=f"{whole.marks.advice}; or microbatches=1",
             )  # fmt: skip
-        return _uncut(whole, donated, notes)
+        return _uncut(whole, donated, notes, padded)
     outer, marker, sources = whole.outer, markers[0], whole.sources
     equation = open_jaxpr(outer).eqns[marker]
     num_consts = equation.params["num_consts"]
@@ -241,7 +249,16 @@ def trace_program(
     input_names = [whole.names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))
     rules = whole.rules
-    graph = build_graph(core, rules, parameters=parameters, losses=[0], input_names=input_names)
+
+    def graph_of(core: ClosedJaxpr) -> Graph:
+        return build_graph(core, rules, parameters=parameters, losses=[0], input_names=input_names)
+
+    graph = graph_of(core)
+    unpadded_flops = graph.flops if padded else None
+    if padded:
+        core, boundaries = padded_program(core, boundaries, graph, rules, padded)
+        core, boundaries = without_dead_code(core, boundaries)
+        graph = graph_of(core)
     return Program(
         outer=outer,
         core=core,
@@ -269,6 +286,8 @@ def trace_program(
         notes=(*notes, *notes_on_draws(core)),
         effects=effects,
         piece=piece,
+        padded=tuple(padded),
+        unpadded_flops=unpadded_flops,
     )
 
 
@@ -315,19 +334,24 @@ def _groups(results: Results, call: MarkedCall, split_dims: Sequence[int | None]
     )
 
 
-def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -> Program:
+def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...], padded: Sequence[PaddedDim]) -> Program:
     """A step without a core, or with several, as one program."""
     pure, effects = lifted(inline(inline_value_and_grad(whole.outer)))
     core = eliminate_dead_code(pure)
-    names = whole.names
+    names, said = whole.names, fingerprint(core)
+    graph = build_graph(core, whole.rules, input_names=names)
+    unpadded_flops = graph.flops if padded else None
+    if padded:
+        core = eliminate_dead_code(padded_program(core, Boundaries(), graph, whole.rules, padded)[0])
+        graph = build_graph(core, whole.rules, input_names=names)
     return Program(
-        outer=core, core=core, graph=build_graph(core, whole.rules, input_names=names), rules=whole.rules, marker=None,
+        outer=core, core=core, graph=graph, rules=whole.rules, marker=None,
         num_consts=len(names), split_dims=(None,) * len(names), microbatches=1, input_names=names,
         state_inputs=whole.state_inputs, donated=donated, host_inputs=whole.host_inputs,
         host_outputs=whole.host_outputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
-        fingerprint=fingerprint(core), reduction="mean", notes=(*notes, *notes_on_draws(core)), effects=effects,
-        marks=whole.marks,
+        fingerprint=said, reduction="mean", notes=(*notes, *notes_on_draws(core)), effects=effects,
+        marks=whole.marks, padded=tuple(padded), unpadded_flops=unpadded_flops,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import jax
 
 from .inference import trace_inference
 from .layers import DEFAULT_LAYERS
+from .padded_dims import PaddedDim
 from .reduction import ReductionWarning
 from .staged import StagedProgram, staged_program
 from .trace import Program, abstract, trace_program
@@ -59,7 +60,7 @@ class Traces:
 
     def program(
         self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0, reduction: str | None = None,
-        warn: bool = True,
+        padded: Sequence[PaddedDim] = (), warn: bool = True,
     ) -> Program:  # fmt: skip
         """As `trace_program`.
 
@@ -68,16 +69,17 @@ class Traces:
           microbatches: as there.
           batch_axis: as there.
           reduction: as there.
+          padded: as there.
           warn: whether to warn of results that microbatches add up otherwise than the whole batch would; not if a plan
             in so many is only looked for.
         """
-        key = (*self._key(args), microbatches, batch_axis, reduction)
+        key = (*self._key(args), microbatches, batch_axis, reduction, tuple(padded))
         if key not in self._programs:
             with self._timed(), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 self._programs[key] = trace_program(
                     self._step, args, microbatches=microbatches, batch_axis=batch_axis, reduction=reduction,
-                    donate=self._donate, trace=self._traced,
+                    donate=self._donate, padded=padded, trace=self._traced,
                 )  # fmt: skip
             self._reductions[key] = [one for one in caught if one.category is ReductionWarning]
             _give(one for one in caught if one.category is not ReductionWarning)
@@ -85,10 +87,13 @@ class Traces:
             _give(self._reductions[key])
         return self._programs[key]
 
-    def traced(self, args: Sequence[Any], *, batch_axis: int, reduction: str | None) -> frozenset[int]:
+    def traced(
+        self, args: Sequence[Any], *, batch_axis: int, reduction: str | None, padded: Sequence[PaddedDim] = ()
+    ) -> frozenset[int]:
         """The numbers of microbatches in which `program` has been asked for."""
         about = self._key(args)
-        return frozenset(key[-3] for key in self._programs if key == (*about, key[-3], batch_axis, reduction))
+        rest = (batch_axis, reduction, tuple(padded))
+        return frozenset(key[-4] for key in self._programs if key[:-4] == about and key[-3:] == rest)
 
     def inference(self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0) -> Program:
         """As `trace_inference`."""

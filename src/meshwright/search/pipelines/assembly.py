@@ -73,7 +73,10 @@ def plan_of(
         account(one.problem, one.chosen).flops * len(part.devices) for part, one in zip(parts, solved, strict=True)
     )
     # Forward, and for what is differentiated the gradients of both operands.
-    model_flops = program.graph.flops * program.microbatches * (3 if program.graph.parameters else 1)
+    own = program.source.unpadded_flops
+    model_flops = (
+        (program.graph.flops if own is None else own) * program.microbatches * (3 if program.graph.parameters else 1)
+    )
     plan = Plan(
         program=program.fingerprint,
         cluster=cluster.name,
@@ -91,6 +94,7 @@ def plan_of(
         schedule_options=options,
         scan_splits=tuple(sorted(program.scan_splits.items())),
         transfers=transfers,
+        padded=program.source.padded,
     )
     check_plan(plan, source="the plan found")
     return plan
