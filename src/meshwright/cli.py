@@ -111,7 +111,7 @@ def plan(
         str | None, typer.Option(metavar="2,2,4", help="Devices of each stage, in order; else the best.")
     ] = None,
     preset: _Preset = None,
-    padding: Annotated[bool, typer.Option(help="Whether dims that no mesh axis divides may be padded.")] = True,
+    padding: Annotated[bool, typer.Option(help="Whether dims that mesh axes do not divide may be padded.")] = True,
     refine: Annotated[
         str | None, typer.Option(metavar="measure|compile", help="Run or compile the best few, keep the fastest.")
     ] = None,

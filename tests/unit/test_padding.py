@@ -129,13 +129,25 @@ def test_a_loop_of_layers_with_padded_dims(remat: bool) -> None:
 
 def test_what_needs_no_padding_is_the_program_as_it_is() -> None:
     loss, p, tokens = decoder()
-    plain, longer = programs(loss, p, tokens, [PaddedDim("args[1]", 0, 3), PaddedDim("args[7]", 0, 5)])
+    plain, longer = programs(loss, p, tokens, [PaddedDim("args[1]", 0, 3)])
     names = [[op.name for op in one.graph.operators if op.name != "convert_element_type"] for one in (plain, longer)]
     assert names[0] == names[1]  # but for numbers that are converted when they are traced
 
 
 def rows(n: int = 6, width: int = 4) -> tuple[Any, Any]:
     return {"w": normal(3, width, width), "b": normal(4, width)}, normal(5, n, width)
+
+
+@jax.custom_vjp
+def rounded(x: Any) -> Any:
+    return jnp.round(x * 4) / 4
+
+
+rounded.defvjp(lambda x: (rounded(x), None), lambda _, g: (g * 3,))
+
+
+def logarithm(x: Any) -> Any:
+    return jnp.log(jnp.abs(x))
 
 
 PIECES: dict[str, tuple[Loss, int | None]] = {
@@ -148,7 +160,25 @@ PIECES: dict[str, tuple[Loss, int | None]] = {
     "statistics": (lambda p, x: ((x @ p["w"] - (x @ p["w"]).mean(0)) / ((x @ p["w"]).std(0) + 0.1)).sum(0)[0], 7),
     "shifted": (lambda p, x: ((x @ p["w"] + 1.0) * 0.5).sum() + (2.0 - x).sum() + jnp.exp(x @ p["b"]).sum(), 7),
     "scaled by an infinity": (lambda p, x: jnp.where(jnp.isnan(x * jnp.inf), 1.0, x @ p["w"]).sum(), 7),
-    "scaled by what is learnt": (lambda p, x: (x * (1 / (p["b"][0] - p["b"][0] + 0.5))).sum() * p["w"].sum(), 7),
+    # The derivative of a learnt number sums what is behind the end, which no number is.
+    "learnt scale": (lambda p, x: logarithm(x).sum() * 0 + (p["b"][1] * logarithm(x)).sum(), 7),
+    "learnt quotient": (lambda p, x: (p["b"][1] / x).sum() + (logarithm(x) / p["b"][2]).sum(), 7),
+    "learnt power": (lambda p, x: jnp.power(jnp.abs(x) * jnp.exp(p["b"]), jnp.abs(p["b"][1])).sum(), 7),
+    "learnt bound": (lambda p, x: jnp.maximum(jnp.abs(x) * p["b"], p["b"][1]).sum() + logarithm(x).sum(), 7),
+    "learnt number, spread": (lambda p, x: (jnp.full(x.shape, p["b"][1]) * logarithm(x)).sum(), 7),
+    "learnt border": (lambda p, x: lax.pad(logarithm(x * p["b"]), p["b"][1], [(0, 0, 0), (1, 1, 0)]).sum(), 7),
+    "learnt scale in a loop": (
+        lambda p, x: lax.scan(lambda c, s: (c + (s * logarithm(x)).sum(), None), 0.0, p["b"])[0], 7
+    ),
+    "norms with a learnt gain": (
+        lambda p, x: (p["b"][0] * (x @ p["w"]) / jnp.linalg.norm(x @ p["w"], axis=-1, keepdims=True) @ p["w"]).sum(), 7
+    ),
+    "a weight that was sorted": (
+        lambda p, x: logarithm(jnp.abs(x) @ lax.sort((jnp.abs(p["w"]), lax.iota(jnp.int32, 16).reshape(4, 4)),
+                                                      num_keys=1)[0]).sum(), 7
+    ),
+    "the best, rounded": (lambda p, x: (rounded(lax.top_k(x @ p["w"], 2)[0]) ** 2).sum(), 7),
+    "largest in eight bits": (lambda p, x: jnp.abs((x @ p["w"]).astype(jnp.float8_e4m3fn)).max().astype("f"), 7),
     "count": (lambda p, x: (x @ p["w"]).sum() / (1 + (x > 0).sum() + jnp.any(x > 2) + jnp.all(x > -9)), 7),
     "which": (lambda p, x: (x @ p["w"])[jnp.argmax(x[:, 0])].sum(), 7),
     "sorted": (lambda p, x: (jnp.sort(x @ p["w"], axis=0) * jnp.arange(6.0)[:, None]).sum(), 7),
@@ -221,8 +251,17 @@ def test_types_stay_what_they_are() -> None:
     p, x = rows()
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)
     dims = [PaddedDim("args[1]", 0, 7), PaddedDim("args[0]['w']", 1, 5)]
+
     # A compiler may leave out a rounding between two operations, in either program.
-    check(lambda p, x: jnp.tanh(x.astype(jnp.bfloat16) @ p["w"] + p["b"]).sum(), half, x, dims, 7, rtol=2**-7)
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.tanh(x.astype(jnp.bfloat16) @ p["w"] + p["b"]).sum()
+
+    check(loss, half, x, dims, 7, rtol=2**-7)
+    plain, longer = programs(loss, half, x, dims)
+    assert {value.dtype for value in longer.graph.values} == {value.dtype for value in plain.graph.values} | {
+        "bool",
+        "int32",
+    }
 
 
 def test_functions_with_derivatives_of_their_own() -> None:
@@ -251,6 +290,45 @@ def test_looked_up_as_far_as_the_users_table_goes(mode: str) -> None:
     table = {"table": normal(1, 5, 3)}
     indices = jnp.array([0, 4, last, -1 if mode != "promise_in_bounds" else 0])
     check(loss, table, indices, [PaddedDim("args[0]['table']", 0, 8)], 8)
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+@pytest.mark.parametrize(("dtype", "extent"), [(jnp.uint8, 100), (jnp.int8, 100), (jnp.int16, 260), (jnp.uint32, 260)])
+def test_looked_up_by_other_numbers(mode: str, dtype: Any, extent: int) -> None:
+    """As far as JAX itself looks up by them: the derivative for 260 rows by eight bits drops most rows."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return (jnp.take(p["table"], x, axis=0, mode=mode) ** 2).sum()
+
+    table, indices = {"table": normal(1, extent, 3)}, jnp.array([0, 4, 90], dtype)
+    check(loss, table, indices, [PaddedDim("args[0]['table']", 0, 8)], -(-extent // 8) * 8)
+
+
+def test_keys_of_padded_examples_stay_as_they_are() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        rows, keys = x
+
+        def trip(h: Any, _: Any) -> Any:
+            kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (4,)))(keys)
+            return jnp.tanh(jnp.where(kept, h @ p["w"], 0.0)), None
+
+        return lax.scan(trip, rows, None, 3)[0].sum()
+
+    p, x = rows()
+    dims = [PaddedDim("args[1][0]", 0, 7), PaddedDim("args[1][1]", 0, 7)]
+    check(loss, p, (x, jax.random.split(jax.random.key(0), 6)), dims, 7)
+
+
+def test_what_cannot_be_padded_is_refused() -> None:
+    p, x = rows()
+
+    def step(p: Any, x: Any) -> Any:
+        return mw.value_and_grad(lambda p, x: (x @ p["w"]).sum())(p, x)
+
+    with pytest.raises(mw.PlanError, match=r"dim 0 of args\[7\].*needed a dim of an input"):
+        trace_program(step, (p, x), padded=[PaddedDim("args[7]", 0, 5)])
+    with pytest.raises(ValueError, match="multiple of 0"):
+        PaddedDim("args[1]", 0, 0)
 
 
 def test_attention_with_padded_batch_and_heads() -> None:

@@ -73,7 +73,7 @@ def seconds_of(plan: mw.Plan) -> float:
 def padded_note(plan: mw.Plan) -> tuple[str, float, float]:
     """The note on what is padded, and the milliseconds of a step that it tells: as planned, and without padding."""
     (note,) = about(plan, "padded: ")
-    found = re.search(r"; ([\d.]+ \w+) a step, ([\d.]+ \w+) as it is", note)
+    found = re.search(r"; ([\d.]+ \w+) a step, ([\d.]+ \w+) without", note)
     assert found is not None, note
     return note, milliseconds(found[1]), milliseconds(found[2])
 
@@ -226,6 +226,32 @@ def test_heads_that_are_too_few_are_padded() -> None:
     note, after, before = padded_note(plan)
     assert "from 1600 to 2048" in note
     assert after < 0.95 * before
+
+
+def test_what_is_padded_is_told_by_size() -> None:
+    note, _, _ = padded_note(planned(language_model(50257, width=1600, heads=25), preset="megatron(tp=8)"))
+    assert "from 50257 to 50304" in note
+    assert "from 1600 to 2048" in note
+
+
+def test_a_preset_whose_axis_nothing_suits_as_it_is() -> None:
+    model = layers(8191, 512)
+    plan = planned(model, preset="data_parallel()")
+    assert about(plan, "from 8191 to 8192")
+    assert about(plan, "without there is none")
+    with pytest.raises(mw.PlanError, match="a batch that 8 divides"):
+        planned(model, preset="data_parallel()", padding=False)
+
+
+def test_what_fits_with_a_padded_vocabulary_alone() -> None:
+    options = {"preset": "megatron(tp=8)", "microbatches": 1}
+    model = language_model(50257, width=1024)
+    peaks = [planned(model, padding=pads, **options).stages[0].memory.total for pads in (False, True)]
+    assert peaks[1] < 0.8 * peaks[0]
+    limit = 0.9 * peaks[0]
+    with pytest.raises(mw.PlanError, match="usable on a device"):
+        planned(model, padding=False, memory_per_device=limit, **options)
+    assert planned(model, memory_per_device=limit, **options).padded
 
 
 def test_a_plan_that_splits_everything_has_no_notes() -> None:

@@ -10,7 +10,7 @@ around the loss function (the optimizer) not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import lcm, prod
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ..cost.kernels import kernel_seconds
 from ..lowering.plan_of_program import algorithms_of
 from ..plan import Plan
 from ..program.graph import Graph, Operator
-from ..program.origins import Origin, indices_of, operator_origins
+from ..program.origins import Origin, dim_origins, indices_of, operator_origins
 from ..program.padded_dims import PaddedDim
 from ..program.residuals import is_stored
 from ..program.staged import staged_program
@@ -153,6 +153,37 @@ def dim_of_input(program: Program, graph: Graph, index: int) -> InputDim | None:
     return None
 
 
+def vocabularies(program: Program, devices: int) -> tuple[PaddedDim, ...]:
+    """The vocabularies of a program that its devices do not divide, longer, where they are hardly so."""
+    graph, found = program.graph, []
+    for position in graph.parameters:
+        value = graph.values[graph.inputs[position]]
+        for dim, (extent, origin) in enumerate(zip(value.shape, dim_origins(graph, value.index), strict=True)):
+            if origin is not None and origin.kind == "vocabulary" and extent % devices:
+                longer = padded_extents(extent, devices)[1]
+                if longer <= _HARDLY * extent:
+                    found.append(PaddedDim(value.name, dim, lcm(devices, TILE) if longer % TILE == 0 else devices))
+    return tuple(found)
+
+
+def padded_words(program: Program, padded: Sequence[PaddedDim]) -> str:
+    """What dims are padded to, those of one size together: "dim 0 of x from 30 to 32 and 1 more"."""
+    shapes = {value.name: value.shape for value in (program.graph.values[v] for v in program.graph.inputs)}
+    batch = set()
+    if program.microbatches > 1:
+        batch = set(zip((program.graph.values[v].name for v in program.graph.inputs), program.split_dims, strict=False))
+    alike: dict[tuple[int, int, bool], list[PaddedDim]] = {}
+    for one in padded:
+        sizes = shapes[one.name][one.dim], one.extent(shapes[one.name]), (one.name, one.dim) in batch
+        alike.setdefault(sizes, []).append(one)
+    words = []
+    for (before, after, in_microbatches), (first, *others) in alike.items():
+        more = f" and {len(others)} more" if others else ""
+        each = f" in each of {program.microbatches} microbatches" if in_microbatches else ""
+        words.append(f"{first} from {before} to {after}{more}{each}")
+    return ", ".join(words)
+
+
 class PlannedWork:
     """What the devices of a plan compute.
 
@@ -230,7 +261,7 @@ def _works(plan: Plan, number: int, graph: Graph, cluster: Cluster, roles: Roles
             split, size = prod(sizes[axis] for axis in algorithm.axes[f]), factors[f].size
             blocked = [a for a in sizes if f in wanted[a] and a not in algorithm.axes[f] and size // split % sizes[a]]
             if blocked:
-                # Where devices idle their axes are what is to split it, else all that could.
+                # It is to be split over the axes along which devices do the same work, if there are some.
                 idle = [axis for axis in blocked if axis in free]
                 unit, parts = (prod(sizes[axis] for axis in axes) for axes in (idle or blocked, idle))
                 index = _index(graph, operator.index, f)

@@ -144,7 +144,7 @@ def _agreed(plan: Callable[[PlanOptions], Planning], options: PlanOptions, asked
         theirs = plan_from_dict(document, source="the plan of process 0")
         program = (
             asked.traces.inference(asked.args, microbatches=theirs.microbatches, batch_axis=axis)
-            if theirs.schedule == "inference" else asked.program(theirs.microbatches)
+            if theirs.schedule == "inference" else replace(asked, padded=theirs.padded).program(theirs.microbatches)
         )  # fmt: skip
         planning = Planning(program=program, plan=theirs, cluster=asked.cluster, considered=())
         found.append(Candidate(name, planning))

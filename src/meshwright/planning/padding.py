@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..notes.uneven_dims import PlannedWork
+from ..notes.uneven_dims import PlannedWork, padded_words, vocabularies
 from ..program.batch import batch_extents, batch_inputs
 from ..program.expected import Expectations
 from ..program.padded_dims import PaddedDim
@@ -34,7 +34,7 @@ class PaddedPlanning:
       asked: the request.
 
     Attributes:
-      tried: all dims that were padded in a search.
+      tried: the dims of which it is known whether they make the plan faster.
     """
 
     def __init__(self, asked: PlanRequest) -> None:
@@ -42,6 +42,7 @@ class PaddedPlanning:
         self._plain: SearchResult | None = None
         self._best: SearchResult | None = None
         self._candidates: tuple[Considered, ...] = ()
+        self._offered: set[PaddedDim] = set()
         self.tried: set[PaddedDim] = set()
 
     def run(self) -> SearchResult:
@@ -52,22 +53,23 @@ class PaddedPlanning:
         """
         found = self._asked.best_of(self._parts())
         found = replace(found, considered=(*self._candidates, *found.considered))
-        if self._plain is None or not found.plan.padded:
+        if not found.plan.padded:
             return found
-        dims = _words(program_of(found), found.plan.padded)
-        return found.noted(
-            f"padded: {dims}; {format_seconds(found.step_seconds)} a step, {format_seconds(self._plain.step_seconds)} "
-            "as it is"
+        before = (
+            "without there is none" if self._plain is None else f"{format_seconds(self._plain.step_seconds)} without"
         )
+        words = padded_words(program_of(found), found.plan.padded)
+        return found.noted(f"padded: {words}; {format_seconds(found.step_seconds)} a step, {before}")
 
     def _parts(self) -> Iterator[Part]:
         yield self._part("as it is", ())
-        for _ in range(_TRIES if self._asked.pads and self._asked.schedule != "inference" else 0):
-            dims = self._next()
-            if self._best is None or not dims:
-                return
-            words = _words(program_of(self._best), dims)
-            yield self._part(f"with {words} padded", (*self._best.plan.padded, *dims))
+        tries = _TRIES if self._asked.pads and self._asked.schedule != "inference" else 0
+        while tries and self._asked.left_seconds > 0 and (dims := self._next()):
+            self._offered.update(dims)
+            tries -= 1
+            known = () if self._best is None else self._best.plan.padded
+            words = padded_words(self._program(), dims)
+            yield self._part(f"padded, {words}", (*known, *dims))
 
     def _part(self, words: str, padded: tuple[PaddedDim, ...]) -> Part:
         """The plans of the program with these dims padded."""
@@ -78,27 +80,36 @@ class PaddedPlanning:
                 asked.tell(f"planning {words}")
                 asked = replace(asked, padded=padded, expectations=Expectations())
                 asked = asked.within(most_seconds, seconds)
-                self.tried.update(padded)
-            found = plan_for_kinds(asked)
+            try:
+                found = plan_for_kinds(asked)
+            finally:
+                if self._asked.left_seconds > 0:  # else it was broken off
+                    self.tried.update(padded)
             self._best = found
-            self._plain = self._plain or found
-            # Of the other programs the best plan's step is enough to know.
+            if not padded:
+                self._plain = found
+            # What is told of the search is that of the plan's own program; of the others the driver tells the step.
             self._candidates = found.considered
             return replace(found, considered=())
 
         return Part(words=words, search=search)
 
+    def _program(self) -> Program:
+        """That of the best plan so far, or the step's own."""
+        asked = self._asked
+        return asked.program(asked.microbatches or 1) if self._best is None else program_of(self._best)
+
     def _next(self) -> tuple[PaddedDim, ...]:
-        """The dims of the best plan so far that are to be padded next; none where there are none."""
-        best, asked = self._best, self._asked
-        if best is None or best.plan.num_devices == 1:
-            return ()
-        program = program_of(best)
-        work = PlannedWork(program, best.plan, asked.cluster, asked.constraints_in(program).roles)
-        for dims in (self._batch(program), *(one.padded(program) for one in work.uneven_dims())):
-            if not self.tried.issuperset(dims):
-                return tuple(sorted(set(dims) - self.tried))
-        return ()
+        """The dims to be padded next, which have not been; none where there are none."""
+        best, asked, program = self._best, self._asked, self._program()
+        sets = [self._batch(program)]
+        if best is None:
+            sets[0] += vocabularies(program, asked.cluster.num_devices)
+        elif best.plan.num_devices > 1:
+            work = PlannedWork(program, best.plan, asked.cluster, asked.constraints_in(program).roles)
+            sets += [one.padded(program) for one in work.uneven_dims()]
+        left = (tuple(sorted(set(dims) - self._offered)) for dims in sets)
+        return next((dims for dims in left if dims), ())
 
     def _batch(self, program: Program) -> tuple[PaddedDim, ...]:
         """The batch, as many as there are devices dividing it, unless they do or it grows by too much."""
@@ -108,11 +119,3 @@ class PaddedPlanning:
             return ()
         batch = batch_inputs(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
         return tuple(PaddedDim(name, dim, number) for name, dim in sorted(batch))
-
-
-def _words(program: Program, padded: tuple[PaddedDim, ...]) -> str:
-    """Dims of a program and what they are padded to."""
-    shapes = {value.name: value.shape for value in (program.graph.values[v] for v in program.graph.inputs)}
-    words = [f"dim {d.dim} of {d.name} from {shapes[d.name][d.dim]} to {d.extent(shapes[d.name])}" for d in padded]
-    more = f" and {len(words) - 1} more" if len(words) > 1 else ""
-    return words[0] + more + (f" in each of {program.microbatches} microbatches" if program.microbatches > 1 else "")

@@ -82,7 +82,8 @@ def plan_for(
         for none. None for what the step says itself: `donate_argnums` of a step that is a jax.jit function, or else the
         first argument, if it comes back as the first result and `value_and_grad` differentiates by what is in it.
       padding: whether dims that mesh axes do not divide (a vocabulary of 50257, a batch of 30 over 8 devices) may be
-        padded inside the program, where that is faster. Numbers, arguments and results stay what they are.
+        padded inside the program, where that is faster. Numbers, arguments and results stay what they are. Not with
+        `method` or the schedule inference.
       devices: a sequence of `jax.Device` or a mesh: what `cluster="local"` stands for, and what a step is run on. None
         for all; a step that is run takes those that its arguments lie on (`parallelize`).
       time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.

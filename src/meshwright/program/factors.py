@@ -9,7 +9,7 @@ anywhere are one factor, and a factor is split where one operation sees a dim as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -121,6 +121,11 @@ class Rule:
         chosen = set(whole)
         factors = tuple(Factor(f.size, "whole") if i in chosen else f for i, f in enumerate(self.factors))
         return replace(self, factors=factors)
+
+
+def factors_of(tensors: Iterable[Dims]) -> set[int]:
+    """The factors that are anywhere in tensors."""
+    return {factor for tensor in tensors for dim in tensor for factor in dim}
 
 
 def whole_rule(operand_shapes: Sequence[Sequence[int]], result_shapes: Sequence[Sequence[int]]) -> Rule:

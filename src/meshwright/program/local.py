@@ -22,7 +22,7 @@ from .._jax.jaxpr import Equation, bind, open_jaxpr, result_avals
 from .._jax.random import is_key, random_bits_at, split_at
 from .._jax.sorted_rows import NAME as SORTED_ROWS
 from .attention import evaluate_attention
-from .factors import Dims, Rule
+from .factors import Dims, Rule, factors_of
 from .halo import POOLS, spatial_rule, windowed
 from .indexed import gather, gather_whole, scatter, scatter_whole
 from .kernels import evaluate_grid, evaluate_kernel, evaluate_on_blocks
@@ -209,7 +209,7 @@ def _reshape_whole(equation: Equation, rule: Rule) -> set[int]:
     """Dims that Shardy cannot relate (a reshape of 4 x 3 to 3 x 2 x 2), and all of a reshape that also transposes."""
     if equation.params.get("dimensions") is not None:
         return set(range(len(rule.factors)))
-    return _factors(rule.operands) ^ _factors(rule.results)
+    return factors_of(rule.operands) ^ factors_of(rule.results)
 
 
 def _convolution_whole(equation: Equation, rule: Rule) -> set[int]:
@@ -265,7 +265,7 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
     if combine is None or not combines or (combine != "sum" and differentiated):
         whole |= reductions
     # What is not summed must come out: any other dim of an operand means more than its elements do.
-    taken, made = _factors(rule.operands), _factors(rule.results)
+    taken, made = factors_of(rule.operands), factors_of(rule.results)
     whole |= taken - made - reductions
     if _holds_programs_over_arrays(equation):
         whole |= taken | made
@@ -282,10 +282,6 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
     else:
         unsure = rule.splittable if name not in _EVALUATORS and name not in ON_ELEMENTS else ()
     return rule.with_whole([f for f in unsure if not _is_shape_free(equation, rule, f)])
-
-
-def _factors(tensors: Sequence[Dims]) -> set[int]:
-    return {factor for tensor in tensors for dim in tensor for factor in dim}
 
 
 def _holds_programs_over_arrays(equation: Equation) -> bool:

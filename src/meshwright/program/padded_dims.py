@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ..errors import PlanError
 from .graph import Graph
 from .origins import indices_of
 
@@ -26,6 +27,13 @@ class PaddedDim:
     dim: int
     multiple: int
 
+    def __post_init__(self) -> None:
+        if self.multiple < 1:
+            raise ValueError(f"a dim padded to a multiple of {self.multiple}")
+
+    def __str__(self) -> str:
+        return f"dim {self.dim} of {self.name}"
+
     def extent(self, shape: Sequence[int]) -> int:
         """The padded extent, of an input of this shape."""
         return -(-shape[self.dim] // self.multiple) * self.multiple
@@ -36,15 +44,25 @@ def padded_shapes(graph: Graph, padded: Sequence[PaddedDim]) -> list[Extents]:
 
     Args:
       graph: of the program as it is.
-      padded: the dims; those that the program does not have are left out.
+      padded: the dims.
+
+    Raises:
+      PlanError: if there is no such input.
     """
     indices = indices_of(graph)
     ratios: dict[int | None, Fraction] = {}
-    for value in (graph.values[v] for v in graph.inputs):
-        for one in padded:
-            if one.name == value.name and one.dim < len(value.shape) and value.shape[one.dim]:
-                index = indices.of_dim(value.index, one.dim)
-                ratios[index] = Fraction(one.extent(value.shape), value.shape[one.dim])
+    known = {value.name: value for value in (graph.values[v] for v in graph.inputs)}
+    for one in padded:
+        value = known.get(one.name)
+        if value is None or one.dim >= len(value.shape):
+            raise PlanError(
+                refused="a padded dim of the plan", got=str(one),
+                needed="a dim of an input that the loss function reads",
+                where="padded", try_="planning again: a step's code and shapes are part of its plan",
+            )  # fmt: skip
+        if value.shape[one.dim]:
+            index = indices.of_dim(value.index, one.dim)
+            ratios[index] = Fraction(one.extent(value.shape), value.shape[one.dim])
     ratios.pop(None, None)
     found = []
     for value in graph.inputs:

@@ -23,7 +23,8 @@ class Value:
       wanted: of an input, the shape in which those that can are to read it.
       zero: whether there is nothing but zeros behind the ends.
       varies: whether a cotangent comes back to it.
-      grow: of what depends on no array: makes it with dims of other extents, or gives None.
+      grow: of a value that is made of no array (a mask, positions, random bits): makes it with dims of given extents,
+        or gives None where that cannot be.
       unmasked: the array before it was masked for its cotangent alone, for readers that mask it themselves.
     """
 
@@ -34,11 +35,11 @@ class Value:
     varies: bool = True
     unmasked: Any = None
     grow: Callable[[Extents], Any] | None = None
-    _as_read: dict[Extents, Any] = field(default_factory=dict)
+    _as_read: dict[Extents, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def extents(self) -> Extents:
-        """As it is."""
+        """The shape of the array."""
         return tuple(self.x.shape)
 
     def at(self, extents: Extents) -> Any:
@@ -49,7 +50,7 @@ class Value:
                 self._as_read[extents] = grown
         if extents not in self._as_read:
             x = self.x
-            # Once shortened a dim may be padded again, never otherwise.
+            # A dim of another length is cut back to the user's before it is padded: it is to have zeros behind its end.
             short = tuple(
                 n if have != want else have for n, have, want in zip(self.shape, self.extents, extents, strict=True)
             )
@@ -88,8 +89,8 @@ class Value:
         return mask(self.before_mask(longer), self.shape, longer, fill)
 
     def before_mask(self, dims: Set[int]) -> Any:
-        """The array for a reader that looks behind the ends of these dims in neither pass, without the mask that other
-        readers need, where it is masked along no other dim."""
+        """The array without the mask that is there for its cotangent, for a reader that does not need it, since in both
+        passes it leaves out what is behind the ends of these dims. With it, where other dims are masked too."""
         longer = {d for d, n in enumerate(self.shape) if self.x.shape[d] != n}
         return self.x if self.unmasked is None or not longer <= dims else self.unmasked
 
@@ -123,5 +124,6 @@ def _beyond(dtype: Any, combine: str) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return combine == "min"
     if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf if combine == "max" else jnp.inf
+        largest = np.inf if np.isinf(np.asarray(np.inf).astype(dtype)) else float(jnp.finfo(dtype).max)
+        return -largest if combine == "max" else largest
     return jnp.iinfo(dtype).min if combine == "max" else jnp.iinfo(dtype).max

@@ -16,8 +16,9 @@ A dim is followed from operand to result by the operators' factor rules, inside 
 functions with derivatives of their own too. Padding adds at the end of a dim, so that a factor has to be the major one
 of each dim that it is in (25 heads of 1600 = 25 x 64).
 
-Known limits: branches, `while` loops, kernels (but for `mw.attention`'s batch and heads), sorted rows and windows over
-images get their operands as the user's program has them.
+Known limits: the gradient of a maximum over nothing but minus infinities is shared with what is behind the end;
+branches, `while` loops, kernels (but for `mw.attention`'s batch and heads), sorted rows and windows over images get
+their operands as the user's program has them.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ from .._jax.jaxpr import (
     scan_parts,
     user_context,
 )
-from .._jax.random import is_drawn_by_position, of_padded_shape
-from .factors import Dims, Rule
+from .._jax.random import is_drawn_by_position, is_key, of_padded_shape
+from ..errors import PlanError
+from .factors import Dims, Rule, factors_of
 from .graph import Graph
 from .kernels import is_kernel
 from .local import COMBINE, ON_ELEMENTS, evaluate_local, has_keys
@@ -63,7 +65,7 @@ class _Longer(Split):
     """A split of dims into less than one block each."""
 
     def offset(self, extent: int, dim: tuple[int, ...]) -> Any:
-        """Where a longer dim begins is where the user's does."""
+        """A longer dim begins with the first element of the user's."""
         del extent, dim
         return jnp.int32(0)
 
@@ -78,10 +80,13 @@ def padded_program(
       boundaries: its layer boundaries.
       graph: its operators.
       rules: their factor rules.
-      padded: the dims; those that the program does not have, or that need no more, stay.
+      padded: the dims; those that are a multiple already stay.
 
     Returns:
       The program and its layer boundaries.
+
+    Raises:
+      PlanError: if it cannot be traced so, or an input of this name is not there.
     """
     jaxpr = open_jaxpr(core)
     wanted = padded_shapes(graph, padded)
@@ -89,12 +94,18 @@ def padded_program(
 
     def run(*inputs: Any) -> list[Any]:
         given = [
-            Value(x, tuple(x.shape), extents, varies=position in graph.parameters)
+            Value(x, tuple(x.shape), tuple(x.shape) if is_key(x) else extents, varies=position in graph.parameters)
             for position, (x, extents) in enumerate(zip(inputs, wanted, strict=True))
         ]
         return [value.at(value.shape) for value in padding.program(core, given, boundaries)]
 
-    traced = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+    try:
+        traced = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+    except Exception as error:  # of any operator, on shapes that it was not written for: the step as it is has a plan
+        raise PlanError(
+            refused=f"to pad {', '.join(map(str, padded))}", got=f"{type(error).__name__}: {error}",
+            needed="operators that can have these dims longer", where="the loss function", try_="padding=False",
+        ) from error  # fmt: skip
     written = Boundaries()
     return inline(traced, boundaries=written), written
 
@@ -136,8 +147,7 @@ class _Padding:
     def _equation(self, equation: Equation, operands: Sequence[Value], *, is_cut: bool) -> Sequence[Value]:
         name = equation.primitive.name
         if all(value.wanted == value.shape == value.extents for value in operands) and not is_cut:
-            varies = _varies(equation, operands)
-            made = [as_it_is(x, varies) for x in bind(equation, *(value.x for value in operands))]
+            made = _as_they_are(equation, operands, bind(equation, *(value.x for value in operands)))
             if _grows(equation, operands):
                 (only,) = made
                 return [replace(only, grow=partial(self._grown, equation, operands))]
@@ -150,12 +160,11 @@ class _Padding:
             if self._differentiated and any(value.varies for value in operands):
                 return self._differentiated_call(equation, operands)
             return self.program(inline(equation.params["call_jaxpr"], caller=equation), operands)
-        if not is_call(equation) and not has_keys(equation) and not is_kernel(equation) and name not in _WHOLE:
+        if not is_call(equation) and not has_keys(equation) and not is_kernel(equation) and name not in _AS_IT_IS:
             made = self._longer(equation, operands)
             if made is not None:
                 return made
-        varies = _varies(equation, operands)
-        return [as_it_is(x, varies) for x in bind(equation, *(value.at(value.shape) for value in operands))]
+        return _as_they_are(equation, operands, bind(equation, *(value.at(value.shape) for value in operands)))
 
     def _longer(self, equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
         """An equation with factors longer; None if there are none, or it cannot have them."""
@@ -170,32 +179,34 @@ class _Padding:
             for var, dims in zip(equation.outvars, rule.results, strict=True)
         ]
         given = [value.read_as(s) for value, s in zip(operands, shapes, strict=True)]
-        made_of, reduced = _factors(rule.results), _factors(rule.operands)
-        reduced -= made_of
-        lacking = [
-            _factors([dims])
+        kept, name = factors_of(rule.results), equation.primitive.name
+        reduced = ratios.keys() - kept
+        # The derivative sums what comes back to a result along what it has and an operand has not, and may multiply it
+        # by the other operands: neither may be what no number is. A mask of the result keeps that from what comes back.
+        summed = {
+            f
             for value, dims in zip(given, rule.operands, strict=True)
-            if self._differentiated and value.varies and value.shape
-        ]
-        name = equation.primitive.name
-        # Along these the derivative sums.
-        summed = {f for f in ratios if f in made_of and any(f not in factors for factors in lacking)}
-        cleared = {f for f in ratios if f in reduced} | (summed if name != "broadcast_in_dim" else set())
-        fill = COMBINE.get(name, "sum")
+            if self._differentiated and value.varies
+            for f in ratios.keys() & kept - factors_of([dims])
+        }
+        fill = 1 if name in ON_ELEMENTS - _ZERO_IS_SAFE else 0
         xs = []
         for position, (value, dims) in enumerate(zip(given, rule.operands, strict=True)):
-            behind = {d for d, factors in enumerate(dims) if cleared.intersection(factors)}
             if name == "gather":
                 xs.append(_looked_up(equation, value) if position == 0 else _within(equation, rule, ratios, value.x))
-            else:
-                xs.append(value.masked(behind, fill))
+                continue
+            x = value.masked({d for d, dim in enumerate(dims) if reduced.intersection(dim)}, COMBINE.get(name, "sum"))
+            if name not in _LINEAR and not (value.zero and fill == 0):
+                x = mask(x, value.shape, {d for d, dim in enumerate(dims) if summed.intersection(dim)}, fill)
+            xs.append(x)
         found = self._evaluated(equation, rule, ratios, shapes, results, xs)
         if found is None:
             return None
-        zero = self._makes_zeros(equation, rule, ratios.keys() & made_of, cleared, given)
-        varies = _varies(equation, operands)
+        zero = self._makes_zeros(equation, rule, ratios.keys() & kept, summed, given)
         made = []
-        for x, var, dims in zip(found, equation.outvars, rule.results, strict=True):
+        for x, var, dims, varies in zip(
+            found, equation.outvars, rule.results, _varies(equation, operands), strict=True
+        ):
             shape = tuple(var.aval.shape)
             value = Value(x, shape, tuple(x.shape), zero, varies)
             behind = {d for d, factors in enumerate(dims) if summed.intersection(factors)}
@@ -222,10 +233,10 @@ class _Padding:
     def _makes_zeros(
         self, equation: Equation, rule: Rule, longer: Set[int], cleared: Set[int], operands: Sequence[Value]
     ) -> bool:
-        """Whether the results have nothing but zeros behind the ends of `longer` factors; operands were masked along
-        `cleared` ones."""
+        """Whether the results have nothing but zeros behind the ends of `longer` factors; operands of products were
+        masked along `cleared` ones."""
         name = equation.primitive.name
-        held = [_factors([dims]) for dims in rule.operands]
+        held = [factors_of([dims]) for dims in rule.operands]
         if name == "dot_general":
             return all(
                 any(f in has and (v.zero or f in cleared) for v, has in zip(operands, held, strict=True))
@@ -365,12 +376,20 @@ class _Padding:
 # Equations whose parameters hold shapes or positions, which `evaluate_local` rewrites.
 _SHAPED = frozenset(["broadcast_in_dim", "reshape", "iota", "slice", "dynamic_slice"])
 # Equations that get their operands as the user's program has them.
-_WHOLE = frozenset(["scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "ragged_dot_general"])
+_AS_IT_IS = frozenset(["scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "ragged_dot_general"])
 # Equations that make of single numbers and keys, and of what is made so, an array of any extents.
 _GROWS = ON_ELEMENTS | {
     "broadcast_in_dim", "iota", "random_bits", "shift_left", "shift_right_arithmetic", "shift_right_logical",
     "bitcast_convert_type",
 }  # fmt: skip
+# Their derivatives read none of their operands, but to compare them.
+_LINEAR = frozenset(
+    """add add_any broadcast_in_dim clamp concatenate convert_element_type dynamic_slice dynamic_update_slice max min
+    pad select_n sub""".split()  # noqa: SIM905 (a table)
+)
+# Operators on elements whose derivatives are finite where an operand is zero, as those of quotients and powers need not
+# be.
+_ZERO_IS_SAFE = frozenset(["mul"])
 # Of zeros they make zeros.
 _ZERO_OF_ZERO = frozenset(
     """abs add add_any asin asinh atan atanh broadcast_in_dim ceil concatenate convert_element_type copy cumsum erf
@@ -383,18 +402,19 @@ def _grows(equation: Equation, operands: Sequence[Value]) -> bool:
     """Whether an equation makes its result of single numbers and keys, or of what is made of those."""
     if equation.primitive.name == "random_bits" and not is_drawn_by_position(equation.invars[0].aval):
         return False  # an element depends on how many there are
-    names = equation.primitive.name in _GROWS
-    return names and all(value.grow is not None or not value.shape for value in operands)
+    free = all((value.grow is not None or not value.shape) and not value.varies for value in operands)
+    return free and equation.primitive.name in _GROWS
 
 
-def _varies(equation: Equation, operands: Sequence[Value]) -> bool:
-    """Whether cotangents come back to what an equation makes."""
-    smooth = all(jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars)
-    return smooth and equation.primitive.name != "stop_gradient" and any(value.varies for value in operands)
+def _varies(equation: Equation, operands: Sequence[Value]) -> list[bool]:
+    """For each result whether cotangents come back to it."""
+    moves = equation.primitive.name != "stop_gradient" and any(value.varies for value in operands)
+    return [moves and jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars]
 
 
-def _factors(tensors: Sequence[Dims]) -> set[int]:
-    return {factor for tensor in tensors for dim in tensor for factor in dim}
+def _as_they_are(equation: Equation, operands: Sequence[Value], results: Sequence[Any]) -> list[Value]:
+    """Results of an equation that has no longer dims."""
+    return [as_it_is(x, varies) for x, varies in zip(results, _varies(equation, operands), strict=True)]
 
 
 def _ratios(equation: Equation, rule: Rule, operands: Sequence[Value]) -> dict[int, Fraction]:
@@ -402,7 +422,7 @@ def _ratios(equation: Equation, rule: Rule, operands: Sequence[Value]) -> dict[i
     able = {f for f in rule.splittable if rule.factors[f].kind in ("parallel", "reduction")}
     if equation.primitive.name == attention.FORWARD:
         # Queries and keys are counted from their first.
-        able = set.intersection(*(_factors([dims]) for dims in rule.operands[:3])) & able
+        able = set.intersection(*(factors_of([dims]) for dims in rule.operands[:3])) & able
     if equation.primitive.name == "scatter-add":
         indexed = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
         able -= {f for d in indexed for f in rule.operands[0][d]}
@@ -446,6 +466,8 @@ def _looked_up(equation: Equation, value: Value) -> Any:
 def _within(equation: Equation, rule: Rule, ratios: dict[int, Fraction], indices: Any) -> Any:
     """Indices of a gather from a longer operand that read what they would read of the user's."""
     params, shape = equation.params, equation.invars[0].aval.shape
+    if jnp.iinfo(indices.dtype).bits < 32:  # which need not reach behind the end
+        indices = indices.astype(jnp.int32)
     columns = []
     for column, dim in enumerate(params["dimension_numbers"].start_index_map):
         index, lead = indices[..., column], next(iter(rule.operands[0][dim]), None)
