@@ -1,11 +1,13 @@
 """What padding gains where mesh axes do not divide a dim.
 
     python benchmarks/padding.py [--only PATTERN]
+    MESHWRIGHT_PROGRAMS=folder PYTHONPATH=benchmarks/programs python benchmarks/padding.py --only 'flax*'
 
 Prints one JSON object: for each request the predicted seconds of a step of the plan without padding (`as_it_is`), of
 the plan that is found (`found`), and of the same model in a size that is divided (`even`), where there is one;
 `over_even` is the second over the third, `gain` the first over the second. Of 7 devices, `times_one` is how many times
-as fast as one they are by the plan that is found. Exit status 1 where padding makes a plan slower.
+as fast as one they are by the plan that is found. Public code is planned where its folder is named, as by
+`public_programs.py`. Exit status 1 where padding makes a plan slower.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -67,6 +70,10 @@ def requests() -> Iterator[tuple[str, Step, Step | None, Any, dict[str, Any]]]:
     yield "vocabulary/any", gpt2(MEDIUM), gpt2(even), "dgx-h100:1", {}
     yield "heads/megatron(tp=8)", gpt2(XL), None, "dgx-h100:1", {"preset": "megatron(tp=8)"}
     yield "heads/any", gpt2(XL), None, "dgx-h100:1", {}
+    if "MESHWRIGHT_PROGRAMS" in os.environ:
+        from gemma import gemma3_1b
+
+        yield "flax gemma3-1b/megatron(tp=8)", gemma3_1b(), None, "tpu-v5e:8", {"preset": "megatron(tp=8)"}
     yield "rows of 7 devices", perceptron(200003), perceptron(200004), with_devices(7), {}
     yield "batch of 7 devices", gpt2(replace(MEDIUM, global_batch=256)), None, with_devices(7), {}
 
