@@ -279,6 +279,21 @@ def test_functions_with_derivatives_of_their_own() -> None:
     check(lambda p, x: (scaled(x @ p["w"], p["b"]) ** 2).sum(), p, x, [PaddedDim("args[1]", 0, 7)], 7)
 
 
+def test_results_of_a_derivative_of_ones_own_vary() -> None:
+    """Whatever is inside, whole numbers or `stop_gradient`: cotangents come back to them."""
+
+    @jax.custom_vjp
+    def whole(x: Any) -> Any:
+        return (lax.stop_gradient(x) * 8).astype(jnp.int32).astype(x.dtype) / 8
+
+    whole.defvjp(lambda x: (whole(x), None), lambda _, g: (g * 2,))
+    p, x = rows()
+    check(lambda p, x: (rounded(whole(x @ p["w"])) ** 2).sum(), p, x, [PaddedDim("args[1]", 0, 7)], 7)
+    # Here the sum of what comes back to `b` is masked, as no number is behind the end.
+    check(lambda p, x: (whole(p["b"]) * logarithm(x)).sum(), p, x, [PaddedDim("args[1]", 0, 7)], 7)
+    check(lambda p, x: logarithm(jnp.abs(x) @ jnp.abs(whole(p["w"] * 9))).sum(), p, x, [PaddedDim("args[1]", 0, 7)], 7)
+
+
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
 def test_looked_up_as_far_as_the_users_table_goes(mode: str) -> None:
     last = 4 if mode == "promise_in_bounds" else 6  # of five rows, padded to eight

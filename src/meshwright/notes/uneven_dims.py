@@ -94,10 +94,7 @@ class UnevenDims(NamedTuple):
 
     def padded(self, program: Program) -> tuple[PaddedDim, ...]:
         """The dims as dims of inputs, longer; of those that no input has, nothing. `program`: as it was planned."""
-        unit = self.worst[1].unit
-        longer = padded_extents(self.extent, unit)[1]
-        unit = lcm(unit, TILE) if longer % lcm(unit, TILE) == 0 else unit
-        found = []
+        unit, found = _multiple(self.extent, self.worst[1].unit), []
         for index in self.indices:
             where = dim_of_input(program, self.graph, index)
             if where is not None and where.extent % self.extent == 0:
@@ -131,6 +128,18 @@ def padded_extents(extent: int, unit: int) -> tuple[int, int]:
     return least, tiled if tiled <= _HARDLY * extent else least
 
 
+def _multiple(extent: int, unit: int) -> int:
+    """Of what the padded extent of a dim is the next multiple."""
+    tiles = lcm(unit, TILE)
+    return tiles if padded_extents(extent, unit)[1] % tiles == 0 else unit
+
+
+def _batch_dims(program: Program, graph: Graph) -> set[tuple[str, int | None]]:
+    """The dims of inputs that microbatches cut, as (name, dim)."""
+    names = (graph.values[v].name for v in graph.inputs)
+    return set(zip(names, program.split_dims, strict=False)) if program.microbatches > 1 else set()
+
+
 def dim_of_input(program: Program, graph: Graph, index: int) -> InputDim | None:
     """The first parameter's dim, or else input's, that an index of a program is.
 
@@ -140,10 +149,7 @@ def dim_of_input(program: Program, graph: Graph, index: int) -> InputDim | None:
       index: of the dim.
     """
     graph = _whole(graph)
-    indices = indices_of(graph)
-    batch = set()
-    if program.microbatches > 1:
-        batch = set(zip((graph.values[v].name for v in graph.inputs), program.split_dims, strict=False))
+    indices, batch = indices_of(graph), _batch_dims(program, graph)
     for position in sorted(range(len(graph.inputs)), key=lambda position: position not in graph.parameters):
         value = graph.values[graph.inputs[position]]
         for dim, extent in enumerate(value.shape):
@@ -160,18 +166,16 @@ def vocabularies(program: Program, devices: int) -> tuple[PaddedDim, ...]:
         value = graph.values[graph.inputs[position]]
         for dim, (extent, origin) in enumerate(zip(value.shape, dim_origins(graph, value.index), strict=True)):
             if origin is not None and origin.kind == "vocabulary" and extent % devices:
-                longer = padded_extents(extent, devices)[1]
-                if longer <= _HARDLY * extent:
-                    found.append(PaddedDim(value.name, dim, lcm(devices, TILE) if longer % TILE == 0 else devices))
+                one = PaddedDim(value.name, dim, _multiple(extent, devices))
+                if one.extent(value.shape) <= _HARDLY * extent:
+                    found.append(one)
     return tuple(found)
 
 
 def padded_words(program: Program, padded: Sequence[PaddedDim]) -> str:
     """What dims are padded to, those of one size together: "dim 0 of x from 30 to 32 and 1 more"."""
     shapes = {value.name: value.shape for value in (program.graph.values[v] for v in program.graph.inputs)}
-    batch = set()
-    if program.microbatches > 1:
-        batch = set(zip((program.graph.values[v].name for v in program.graph.inputs), program.split_dims, strict=False))
+    batch = _batch_dims(program, program.graph)
     alike: dict[tuple[int, int, bool], list[PaddedDim]] = {}
     for one in padded:
         sizes = shapes[one.name][one.dim], one.extent(shapes[one.name]), (one.name, one.dim) in batch

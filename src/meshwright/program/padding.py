@@ -330,7 +330,11 @@ class _Padding:
         xs = [value.x for value in operands]
         jax.eval_shape(forward, *xs)  # how long the results are
         found = call(*xs)
-        return [value.again(x) for value, x in zip(made[:count], found, strict=True)]
+        # What comes back is for the function's own derivative to say, whatever its program does.
+        return [
+            replace(value.again(x), varies=smooth)
+            for value, x, smooth in zip(made[:count], found, parts.results, strict=True)
+        ]
 
     def _scan(self, equation: Equation, operands: Sequence[Value], *, is_cut: bool) -> list[Value]:
         parts = scan_parts(equation)
