@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from jax import lax
 from one_device import assert_equal_trees, copy
 
 import meshwright as mw
+from meshwright.plan.io import plan_to_dict
+from meshwright.planning import measured
 from meshwright.planning.checks import request_of
 from meshwright.planning.device_kinds import plan_for_kinds
 from meshwright.planning.request import PlanOptions
@@ -140,6 +143,20 @@ def test_seven_devices(model: dict[str, Any]) -> None:
     plan = mw.plan_for(step, (state, tokens), devices=jax.devices()[:7], stages=1).plan
     assert PaddedDim("args[1]", 0, 7) in plan.padded
     check(step, state, tokens, plan, devices=7)
+
+
+def test_another_process_measures_the_plans_of_process_0_as_they_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state, tokens = decoder(8)
+    options = {"preset": "megatron(tp=8)"}
+    plan = mw.plan_for(step, (state, tokens), **options).plan
+    assert plan.padded
+    # Such a process is told the plans, and does not search for them.
+    told = json.dumps([["the plan", plan_to_dict(plan)]])
+    monkeypatch.setattr(
+        measured, "agree", lambda search, **about: told if about["about"] == "the plans to measure" else search()
+    )
+    found = mw.plan_for(step, (state, tokens), refine="measure", **options)
+    assert found.program.padded == found.plan.padded == plan.padded
 
 
 def test_a_plan_is_of_the_program_that_it_pads() -> None:
