@@ -39,7 +39,7 @@ from typing import Any
 HERE = Path(__file__).parent
 
 # Model (+ scan: its layers as one loop; + remat: layers rematerialised; + own: attention as `meshwright plan` has it by
-# default, fused where the cluster has a kernel), cluster, samples, options of `plan_for`.
+# default, fused where the cluster has a kernel), cluster, samples, preset (@8: in 8 microbatches).
 Row = tuple[str, str, int, str]
 
 
@@ -67,6 +67,11 @@ def _rows() -> tuple[Row, ...]:
         ("moe-380m", "dgx-h100:1", 256, ""), ("moe-2.4b", "dgx-h100:1", 512, ""),
         ("unet-470m", "dgx-h100:1", 1024, ""), ("wresnet-250m", "dgx-h100:1", 1536, ""),
         ("wresnet-500m", "dgx-h100:1", 1536, ""),
+    ]  # fmt: skip
+    found += [  # gradients of one loop, added up in it
+        ("gpt3-1.3b+scan", "dgx-h100:1", 64, "data_parallel@8"), ("gpt3-1.3b+scan", "tpu-v5p:8", 64, "data_parallel@8"),
+        ("llama3-8b", "dgx-h100:1", 64, "megatron(tp=8)@8"), ("llama3-8b", "tpu-v5p:16", 64, "megatron(tp=8)@8"),
+        ("qwen3-30b-a3b+own", "dgx-h100:4", 64, "@8"), ("llama3-8b", "dgx-h100:2", 64, "zero(stage=3)@4"),
     ]  # fmt: skip
     found += [
         (f"{model}+own", cluster, batch, "")
@@ -158,7 +163,8 @@ def lowered_row(row: Row) -> tuple[Any, Any, Any]:
     from meshwright.targets import load_target
     from meshwright.zoo.registry import FAMILIES
 
-    name, cluster_name, batch, preset = row
+    name, cluster_name, batch, held_to = row
+    preset, _, microbatches = held_to.partition("@")
     model, *how = name.split("+")
     if model in zoo.names() and "own" not in how:
         family, config = next((one, one.CONFIGS[model]) for one in FAMILIES if model in one.CONFIGS)
@@ -170,7 +176,9 @@ def lowered_row(row: Row) -> tuple[Any, Any, Any]:
         loaded = load_target(text, global_batch=batch or None, attention=None, cluster=cluster_name)
         train_step, args = loaded.step, tuple(loaded.example_args)
     cluster = load_cluster(cluster_name)
-    options = {"preset": preset} if preset else {"stages": 1}
+    options: dict[str, Any] = {"preset": preset} if preset else {"stages": 1}
+    if microbatches:
+        options["microbatches"] = int(microbatches)
     found = plan_for(train_step, args, cluster=cluster, **options)
     step = executable(without_effects(found.program), found.plan, target_devices(cluster, found.plan))
     return found, cluster, step.lower()

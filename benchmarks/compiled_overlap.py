@@ -30,6 +30,7 @@ from compiled_memory import Row, dumping, lowered_row, measured, name_of
 
 ROWS: tuple[Row, ...] = (
     ("llama3-8b", "dgx-h100:2", 64, "zero(stage=3)"),  # its layers are one loop
+    ("llama3-8b", "dgx-h100:2", 64, "zero(stage=3)@4"),
     ("gpt3-1.3b", "dgx-h100:2", 64, "zero(stage=3)"),
     ("gpt3-350m", "dgx-h100:1", 128, "zero(stage=3)"),
     ("gpt3-350m+scan", "dgx-h100:1", 128, "zero(stage=3)"),

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from one_device import assert_equal_trees, copy, drawn
 
 from meshwright import plan_for, zoo
-from meshwright._jax.gathered_again import gathering_again
+from meshwright._jax.gathered_again import gather_again
 from meshwright._jax.jaxpr import inline, open_jaxpr
+from meshwright._jax.rewrite import rewriting
 from meshwright.runtime.step import PlannedStep
 from meshwright.zoo import gpt
 
@@ -51,7 +52,7 @@ def test_numbers_are_the_same_and_weights_come_twice() -> None:
     rng = np.random.default_rng(0)
     data = jnp.array(rng.normal(size=(8, WIDTH)), jnp.float32)
     weights = [jnp.array(rng.normal(size=(WIDTH, WIDTH)) / 4, jnp.float32) for _ in range(5)]
-    plain, again = on_devices(microbatch), on_devices(gathering_again(microbatch))
+    plain, again = on_devices(microbatch), on_devices(rewriting(microbatch, [gather_again]))
     assert_equal_trees(jax.jit(again)(data, weights), jax.jit(plain)(data, weights))
 
     def gathers(function: Any) -> list[Any]:
@@ -72,7 +73,7 @@ def test_a_second_gather_waits_until_the_backward_pass_comes_near() -> None:
     """At most the weight that is read and the next one are there: what a gather reads depends on what was read last."""
     data = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for _ in range(6)]
-    program = equations(on_devices(gathering_again(microbatch)), data, weights)
+    program = equations(on_devices(rewriting(microbatch, [gather_again])), data, weights)
     barriers = [at for at, e in enumerate(program) if e.primitive.name == "optimization_barrier"]
     made = {var: at for at, e in enumerate(program) for var in e.outvars}
     seconds = [

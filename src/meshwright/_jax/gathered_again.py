@@ -16,7 +16,7 @@ made of several weights after they were gathered, or by more than a little work,
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -25,44 +25,13 @@ from typing import Any
 import jax
 from jax import lax
 
-from .jaxpr import (
-    ClosedJaxpr,
-    Equation,
-    Jaxpr,
-    Var,
-    bind,
-    consts_of,
-    hoist_consts,
-    is_dropped,
-    is_inlined,
-    is_literal,
-    open_jaxpr,
-)
+from .jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, consts_of, is_literal, open_jaxpr
 from .passes import is_cheap
 
 Env = dict[Any, Any]
 
 # Collectives that move weights to where they are read.
 AGAIN = frozenset({"all_gather", "all_to_all"})
-
-
-def gathering_again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which gathers again what its backward pass reads of parameters.
-
-    Args:
-      function: of two trees of arrays, the second the parameters; returns a tree whose first array is the loss. Traced
-        where it is called.
-    """
-
-    def changed(others: Any, parameters: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(others, parameters)
-        first = len(jax.tree.leaves(others))
-        # What gathers no weight stays as it was traced, its calls too.
-        rewritten = _rewritten(_in_line(closed), first) or closed
-        results = _called(rewritten, jax.tree.leaves((others, parameters)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +56,13 @@ class _Weight:
     bytes: int
 
 
-def _rewritten(closed: ClosedJaxpr, first_parameter: int) -> ClosedJaxpr | None:
-    """The program with its second gathers; None if it has none."""
+def gather_again(closed: ClosedJaxpr, first_parameter: int) -> ClosedJaxpr | None:
+    """The program with its second gathers; None if it has none.
+
+    Args:
+      closed: its calls in line; its first result is the loss.
+      first_parameter: the first of its arguments that is a parameter, as are all that follow.
+    """
     jaxpr = open_jaxpr(closed)
     of_parameters = _of_parameters(jaxpr, first_parameter)
     weights = _read_backward(jaxpr, of_parameters, first_parameter)
@@ -137,43 +111,6 @@ def _barrier(avals: Sequence[Any]) -> Equation:
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     (equation,) = open_jaxpr(jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*types)).eqns
     return equation
-
-
-def _called(closed: ClosedJaxpr, args: Sequence[Any]) -> Sequence[Any]:
-    """Run a program as one call, where whoever traces this need not trace each of its equations again."""
-    args, closed = [*consts_of(closed), *args], hoist_consts(closed)
-    outs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in open_jaxpr(closed).outvars]
-    like = jax.jit(lambda *xs: [jax.numpy.zeros(one.shape, one.dtype) for one in outs], keep_unused=True)
-    (call,) = open_jaxpr(jax.make_jaxpr(like)(*args)).eqns
-    return bind(call.replace(params={**call.params, "jaxpr": closed, "name": "microbatch"}), *args)
-
-
-def _in_line(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with the equations of all calls in line: runs of layers keep what they cast of a weight."""
-    found: list[Equation] = []
-    constants: Env = dict(zip(open_jaxpr(closed).constvars, consts_of(closed), strict=True))
-
-    def add(jaxpr: Jaxpr, names: Env) -> list[Any]:
-        for equation in jaxpr.eqns:
-            operands = [a if is_literal(a) else names.get(a, a) for a in equation.invars]
-            if is_inlined(equation) and "jaxpr" in equation.params:
-                inner = open_jaxpr(equation.params["jaxpr"])
-                constants.update(zip(inner.constvars, consts_of(equation.params["jaxpr"]), strict=True))
-                made = add(inner, dict(zip(inner.invars, operands, strict=True)))
-                names.update(zip(equation.outvars, made, strict=True))
-            else:
-                # What JAX has traced once stands here several times.
-                results = [v if is_dropped(v) else Var(v.aval) for v in equation.outvars]
-                names.update(zip(equation.outvars, results, strict=True))
-                found.append(equation.replace(invars=operands, outvars=results))
-        return [a if is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
-
-    jaxpr = open_jaxpr(closed)
-    outvars = add(jaxpr, {})
-    flat = jaxpr.replace(
-        eqns=found, outvars=outvars, constvars=[*constants], debug_info=jaxpr.debug_info.with_unknown_names()
-    )
-    return ClosedJaxpr(flat, [*constants.values()])
 
 
 def _of_parameters(jaxpr: Jaxpr, first: int) -> set[Any]:

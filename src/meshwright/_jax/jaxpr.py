@@ -338,14 +338,17 @@ def is_remat(equation: Equation) -> bool:
 def bind(equation: Equation, *operands: Any) -> Sequence[Any]:
     """Run one equation on `operands`; always a sequence of results."""
     # JAX converts constants by NumPy, which warns of what becomes an infinity: under `jax.jit` nobody does.
-    with source_info_util.user_context(equation.source_info.traceback), np.errstate(over="ignore"):
+    with user_context(equation), np.errstate(over="ignore"):
         out = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
     return out if equation.primitive.multiple_results else (out,)
 
 
 def user_context(equation: Equation) -> Any:
-    """A context in which traced operations carry the source line of `equation`."""
-    return source_info_util.user_context(equation.source_info.traceback)
+    """A context in which traced operations carry the source line of `equation`, and the names of its scopes, by which
+    profiles show them."""
+    source = equation.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=names)
 
 
 def evaluate(

@@ -17,13 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from .._jax.accumulate import accumulate_in_scans
 from .._jax.barriers import barriers_hold
 from .._jax.convolutions import with_fast_convolutions
-from .._jax.gathered_again import gathering_again
+from .._jax.gathered_again import gather_again
 from .._jax.grad import value_and_grad_p
-from .._jax.jaxpr import eliminate_dead_code, open_jaxpr
+from .._jax.jaxpr import ClosedJaxpr, eliminate_dead_code, open_jaxpr
 from .._jax.liveness_adapter import dataflow_of
 from .._jax.random import is_key
+from .._jax.rewrite import Pass, rewriting
 from ..errors import PlanError
 from ..memory.liveness import PredictedMemory, predict
 from ..plan import Plan, Stage
@@ -248,13 +250,12 @@ class LocalStep:
         convolves = any(operator.name == "conv_general_dilated" for operator in program.graph.operators)
         if platform == "cpu" and convolves:
             microbatch = with_fast_convolutions(microbatch)
-        if platform is None or barriers_hold(platform):
-            microbatch = gathering_again(microbatch)
+        passes: list[Pass] = [gather_again] if platform is None or barriers_hold(platform) else []
         consts, parameters = shards[:n], shards[n:]
         if program.microbatches == 1:
-            value, aux, grads = microbatch(consts, parameters)
+            value, aux, grads = rewriting(microbatch, passes)(consts, parameters)
         else:
-            value, aux, grads = self._accumulate(microbatch, consts, parameters)
+            value, aux, grads = self._accumulate(microbatch, consts, parameters, passes)
         # One synchronisation a step: gradients are partial over the axes they were broadcast over.
         have = [*left, *(Spec(use.dims, partial=use.broadcast) for use in uses)]
         conversions = []
@@ -303,7 +304,7 @@ class LocalStep:
         return longest
 
     def _accumulate(
-        self, microbatch: Any, consts: Sequence[Any], parameters: Sequence[Any]
+        self, microbatch: Any, consts: Sequence[Any], parameters: Sequence[Any], passes: Sequence[Pass]
     ) -> tuple[Any, list[Any], Any]:
         """Microbatches one after the other, their shares of the loss and its gradients summed locally."""
         program, count = self.program, self.program.microbatches
@@ -318,6 +319,14 @@ class LocalStep:
         grown = self._grown()
         reductions = program.aux_reductions
 
+        def added(given: Any, parameters: Any) -> tuple[Any, list[Any], list[Any]]:
+            inputs, sums = given
+            value, aux, grads = microbatch(inputs, parameters)
+            return value, aux, jax.tree.map(jnp.add, sums, list(grads))
+
+        if any(operator.name == "scan_slice" for operator in program.graph.operators):
+            passes = [*passes, _accumulated]
+
         def trip(carry: Any, given: Any) -> tuple[Any, list[Any]]:
             position, cut = given
             pieces = iter(cut)
@@ -330,8 +339,7 @@ class LocalStep:
             total, fresh = lax.optimization_barrier((total, list(parameters)))
             rows_of = MicrobatchRows(number=position, count=count, blocks=blocks)
             with rows_of_microbatch(rows_of), gradients_are_added_up(True):
-                value, aux, grads = microbatch(inputs, fresh)
-            sums = jax.tree.map(jnp.add, sums, list(grads))
+                value, aux, sums = rewriting(added, passes)((inputs, sums), fresh)
             stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]
             kept = [
                 k if d is not None else combined(how, position, k, a)
@@ -354,6 +362,11 @@ class LocalStep:
                 # One row for each microbatch (what effects read) is not cut into blocks.
                 aux.append(_joined(next(pieces), d, min(blocks // self._blocks(spec.dims[d]), extent)))
         return value, aux, grads
+
+
+def _accumulated(closed: ClosedJaxpr, first_parameter: int) -> ClosedJaxpr | None:
+    del first_parameter
+    return accumulate_in_scans(closed, lambda function, avals: jax.make_jaxpr(function)(*avals))
 
 
 def _cut(x: jax.Array, dim: int, count: int, blocks: int) -> jax.Array:

@@ -354,7 +354,8 @@ class StageProgram:
     def backward(self) -> Piece:
         """The cotangents of what it received, and its gradients with this microbatch added."""
         piece = _in_order_of_effort(self._halves[1])
-        return replace(piece, program=accumulate_in_scans(piece.program, self.mesh))
+        program = accumulate_in_scans(piece.program, lambda function, avals: trace_local(function, avals, self.mesh))
+        return piece if program is None else replace(piece, program=program)
 
     @cached_property
     def backward_halves(self) -> tuple[Piece, Piece]:

@@ -109,11 +109,13 @@ class LimitedProblem(IntraOpProblem):
             split_dims=split_dims,
         )  # fmt: skip
         self._workspace = self._workspace_by_node(workspace)
-        # A second gradient of what a loop reads row by row: beside the parameter's own, which is the sum so far.
+        # A second gradient of what a loop reads row by row, beside the sum so far: its rows are added up in the loop
+        # unless they are scattered there, of which those that wait for a sum at the end are not.
         for value in workspace.gradients & self._defines.keys() if workspace is not None else ():
             node, specs = self._defines[value]
             held = self._input_bytes if node in self._input_bytes else self._workspace
-            held[node] = held[node] + self.local_bytes(value, specs)
+            scattered = np.array([not spec.broadcast for spec in specs])
+            held[node] = held[node] + scattered * self.local_bytes(value, specs)
 
     @cached_property
     def _once_bytes(self) -> Sequence[np.ndarray]:

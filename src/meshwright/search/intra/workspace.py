@@ -70,7 +70,7 @@ class Workspace:
       stacks: of whose rows a loop reads what it makes of parameters, and how often they are there beside the parameter
         and its gradient.
       gradients: stacks of parameters of whose rows a loop makes all gradients before they are added to those of earlier
-        microbatches; which lasts, and counts for the whole step.
+        microbatches, where it scatters them (`_jax.accumulate`); which lasts, and counts for the whole step.
       weights: the largest that the backward pass of one program reads outside loops: reader and operand. Where they
         are gathered, one of them is there at least.
       bytes: of it all, of all devices together.
@@ -110,10 +110,9 @@ def workspace_of(graph: Graph, *, microbatches: int, is_one_program: bool = Fals
     moments = worst_moments(graph, is_one_program=is_one_program, platform=platform)
     weight, gradient_bytes = _largest_gradient(graph) if microbatches > 1 else (None, 0.0)
     stacks = _stacks(graph, platform)
-    gradients = _stacked_gradients(graph) if microbatches > 1 and is_one_program else frozenset[int]()
+    gradients = _stacked_gradients(graph) if microbatches > 1 else frozenset[int]()
     total = gradient_bytes + sum(moment.bytes(graph) for moment in moments) / max(len(moments), 1)
     total += sum(times * graph.values[value].bytes for value, times in stacks.items())
-    total += sum(graph.values[value].bytes for value in gradients)
     return Workspace(
         moments=moments, weight=weight, gradient_bytes=gradient_bytes, stacks=stacks, gradients=gradients,
         weights=_largest_weights(graph) if is_one_program else (), bytes=total,
