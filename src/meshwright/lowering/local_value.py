@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from jax.ad_checkpoint import checkpoint_name
@@ -11,6 +12,9 @@ from .._jax.jaxpr import is_traced
 from ..errors import PlanError
 from ..sharding import Conversion, Spec, convert
 from .collectives import run_conversion
+
+# Blocks of constants, by their value and spec, that have been made for the reader at hand; None outside of any.
+_FOR_READER = ContextVar[dict[tuple[int, Spec], Any] | None]("for_reader", default=None)
 
 
 def planned_conversion(source: Spec, target: Spec) -> Conversion:
@@ -94,13 +98,27 @@ class LocalValue:
     def read(self, spec: Spec) -> Any:
         """The shard in `spec`."""
         if self._make is not None:
-            # Not remembered: the reader may be inside a loop or a checkpoint, whose arrays must not leave it.
-            return self._make(spec)
+            return self._made_for_reader(self._make, spec)
         if spec == self.spec:
             return self.shard
         if spec not in self._made:
             self._made[spec] = self._convert(spec)
         return self._made[spec]
+
+    def _made_for_reader(self, make: Callable[[Spec], Any], spec: Spec) -> Any:
+        """A constant's block. It is remembered while one reader's are made, and no longer: the reader may be inside a
+        loop or a checkpoint, whose arrays must not leave it. (A constant made of constants is often reached in many
+        ways: of a parallel prefix sum, in as many as it has terms.)"""
+        found = _FOR_READER.get()
+        if found is None:
+            token = _FOR_READER.set({})
+            try:
+                return self._made_for_reader(make, spec)
+            finally:
+                _FOR_READER.reset(token)
+        if (id(self), spec) not in found:
+            found[id(self), spec] = make(spec)
+        return found[id(self), spec]
 
     def _convert(self, spec: Spec) -> Any:
         source = self.spec
