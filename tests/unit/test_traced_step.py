@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright import value_and_grad, zoo
+from meshwright import PlanError, value_and_grad, zoo
 from meshwright._jax.jaxpr import open_jaxpr
 from meshwright.program.rules import Rules
 from meshwright.program.trace import trace_program
@@ -108,3 +108,35 @@ def test_calls_with_derivatives_of_their_own_have_rules_of_their_own() -> None:
     assert first == third
     assert len(first.splittable) == 2
     assert len(second.splittable) == 1
+
+
+class Keys:
+    """A holder of random keys that changes itself, as programs have them."""
+
+    def __init__(self, key: jax.Array) -> None:
+        self.key = key
+
+    def __call__(self) -> jax.Array:
+        self.key, drawn = jax.random.split(self.key)
+        return drawn
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loss_function_that_stores_what_the_step_reads_later_is_refused(inside: bool) -> None:
+    def step(weights: Any, key: Any, x: Any) -> Any:
+        keys = Keys(key)
+        before = keys()
+
+        def loss(w: Any) -> Any:
+            return jnp.mean((x @ w + jax.random.normal(keys() if inside else before, (8,))) ** 2)
+
+        value, grads = value_and_grad(loss)(weights)
+        return weights - grads, keys(), value
+
+    arrays = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    args = (*arrays, jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    if not inside:  # as the error advises
+        assert trace_program(step, args).marked
+        return
+    with pytest.raises(PlanError, match=r"stored outside itself.* u32\[2\].*keys = rng\(\) outside"):
+        trace_program(step, args)

@@ -63,6 +63,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
             try_="jax.device_put(x, jax.memory.Space.Device) before it is computed with, and Space.Host for what is to "
             "stay in the host's memory",
         ) from error  # fmt: skip
+    _check_constants(closed, getattr(function, "__name__", "the step"))
     leaves, tree = jax.tree.flatten(shapes)
     hosted = [is_host_typed(aval) for aval in closed.out_avals]
     results = jax.tree.unflatten(
@@ -73,6 +74,22 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
         hosted=tuple(hosted), wishes=tuple(dict.fromkeys(_wishes(closed))),
         offloads=tuple(dict.fromkeys(_offloads(closed))),
     )  # fmt: skip
+
+
+def _check_constants(closed: Any, where: str) -> None:
+    """Refuse what was stored by a function while JAX traced it, and read when that trace had ended.
+
+    The loss function is traced by itself. Under `jax.value_and_grad` what depends on no parameter may leave it so.
+    """
+    leaked = [x for x in closed.consts if isinstance(x, jax.core.Tracer)]
+    if leaked:
+        raise PlanError(
+            refused="a value that the loss function stored outside itself, and the step read after it",
+            got=", ".join(sorted({f"an array of {x.aval.str_short(short_dtypes=True)}" for x in leaked})),
+            needed="a loss function whose values leave it as results", where=where,
+            try_="computing it before the loss function (of a holder of random keys: keys = rng() outside, and keys "
+            "inside), or returning it from the loss function with has_aux=True",
+        )  # fmt: skip
 
 
 def _wishes(program: Any) -> Iterator[str]:
