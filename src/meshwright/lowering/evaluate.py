@@ -76,6 +76,8 @@ class ShardedProgram:
         self._settled = settled
         self._sizes = sizes
         self._positions = range(len(open_jaxpr(closed).eqns)) if positions is None else positions
+        # The passes of a stage are programs of their own, whose gradients may be one of their own too.
+        self._is_one_program = positions is None
         # Runs at the top level count in the equations at hand.
         at = self._positions
         runs = [(bisect_left(at, start), bisect_left(at, stop)) for start, stop in segments.runs.get((), ())]
@@ -217,7 +219,10 @@ class ShardedProgram:
             made[:] = [value.leave() for value in run(inner)]
             return [value.shard for value in made if not value.is_lazy]
 
-        shards = iter(jax.checkpoint(on_shards, **options)([value.shard for value in real.values()]))
+        given = [value.shard for value in real.values()]
+        if self._is_one_program:
+            given = _waiting([*real.values()])
+        shards = iter(jax.checkpoint(on_shards, **options)(given))
         return [value if value.is_lazy else value.like(next(shards), value.spec) for value in made]
 
     def _equation(self, equation: Equation, env: Env, path: Path) -> list[LocalValue]:
@@ -369,3 +374,31 @@ class ShardedProgram:
             moving = index is not None and not is_dropped(var) and self._graph.values[index].differentiated
             results.append(self._settle(index, LocalValue(shard, spec, self._sizes, differentiated=moving)))
         return results
+
+
+def _waiting(operands: Sequence[LocalValue]) -> list[Any]:
+    """What a rematerialised part reads: the cotangents of its activations wait for the gradients of its weights.
+
+    Compilers may make a gradient as late as whatever reads it, and all that was computed again stays until then: XLA's
+    TPU compiler makes those that are scattered at the end of the step, its GPU compiler all of them, to have something
+    beside their sums. Weights that are gathered in the part are left out: what leaves it has been scattered by then,
+    for which nobody should wait.
+    """
+    shards = [value.shard for value in operands]
+    moving = [i for i, value in enumerate(operands) if value.differentiated]
+    weights = [i for i in moving if operands[i].of_parameters and operands[i].spec.broadcast]
+    activations = [i for i in moving if not operands[i].of_parameters]
+    if weights and activations:
+        chosen = [*activations, *weights]
+        for i, shard in zip(chosen, _together([shards[i] for i in chosen]), strict=True):
+            shards[i] = shard
+    return shards
+
+
+@jax.custom_vjp
+def _together(xs: list[Any]) -> list[Any]:
+    """Arrays whose cotangents are there together, or not at all."""
+    return xs
+
+
+_together.defvjp(lambda xs: (xs, None), lambda _, cotangents: (lax.optimization_barrier(cotangents),))
