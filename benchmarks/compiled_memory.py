@@ -73,6 +73,15 @@ def _rows() -> tuple[Row, ...]:
         ("llama3-8b", "dgx-h100:1", 64, "megatron(tp=8)@8"), ("llama3-8b", "tpu-v5p:16", 64, "megatron(tp=8)@8"),
         ("qwen3-30b-a3b+own", "dgx-h100:4", 64, "@8"), ("llama3-8b", "dgx-h100:2", 64, "zero(stage=3)@4"),
     ]  # fmt: skip
+    found += [  # sums of gradients, whole and in parts
+        (model, cluster, 64, f"zero(stage={stage})@4")
+        for model, cluster, stage in product(("gpt3-1.3b", "gpt3-1.3b+scan"), ("dgx-h100:1", "tpu-v5p:8"), (1, 2))
+    ]
+    found += [  # gradients of rematerialised layers
+        ("gpt3-350m+remat", "tpu-v5e:8", 64, "zero(stage=1)@1"),
+        ("gpt3-350m+remat", "dgx-h100:1", 64, "zero(stage=1)@1"),
+        ("gpt3-350m+remat", "dgx-h100:2", 128, "data_parallel@1"),
+    ]  # fmt: skip
     found += [
         (f"{model}+own", cluster, batch, "")
         for model, cluster, batch in (

@@ -299,19 +299,22 @@ class Priced:
         fetch = convert(choice.storage, Spec(choice.use.dims))
         assert gradient is not None
         assert fetch is not None
+        # ZeRO-2 sums the gradient of each microbatch, ZeRO-1 once that of all.
+        times = self.case.microbatches if choice.scattered else 1
         total = 0.0
-        for step in (*gradient, *fetch):
+        for step, count in (*((step, times) for step in gradient), *((step, 1) for step in fetch)):
             if step.forward is not None:
                 buffer = size / math.prod(self.sizes[a] for a in step.still_split)
-                seconds = self.collective(step.forward, buffer, step.axes)
-                if step.forward == "all_reduce":
+                seconds = count * self.collective(step.forward, buffer, step.axes)
+                if step.forward == "all_reduce" and not choice.scattered:
                     # All parameters' sums run as one collective and share its fixed cost.
                     fixed = self.collective(step.forward, 1.0, step.axes)
                     seconds += fixed / len(self.parameters) - fixed
                 total += seconds
         moved = (2 * OPTIMIZER_SHARE + 3) * self.shard_bytes(value, choice.storage)
         if self.case.microbatches > 1:
-            moved += self.case.microbatches * 3 * self.shard_bytes(value, choice.use)
+            summed = choice.storage if choice.scattered else choice.use
+            moved += self.case.microbatches * 3 * self.shard_bytes(value, summed)
         return total + moved / MEMORY_BYTES_PER_SECOND
 
     def price(self, assignment: Sequence[int], problem: IntraOpProblem | None = None) -> tuple[float, float]:
@@ -328,7 +331,8 @@ class Priced:
                 have[value] = choice.use
                 seconds += self.parameter_seconds(value, choice)
                 # The parameter, its gradient, its optimizer state.
-                size += 2 * self.shard_bytes(value, choice.use)
+                size += self.shard_bytes(value, choice.use)
+                size += self.shard_bytes(value, choice.storage if choice.scattered else choice.use)
                 size += OPTIMIZER_SHARE * self.shard_bytes(value, choice.storage)
             else:
                 have[value] = choice

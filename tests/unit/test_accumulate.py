@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from meshwright._jax.accumulate import accumulate_in_scans
 from meshwright._jax.jaxpr import ClosedJaxpr, evaluate, open_jaxpr
@@ -99,4 +100,36 @@ def test_nothing_to_be_added_up_is_said() -> None:
         return [last, stack]
 
     avals = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)]
+    assert accumulate_in_scans(traced(program, avals), traced) is None
+
+
+def test_a_stack_that_is_scattered_is_scattered_row_by_row() -> None:
+    def program(total: jax.Array, x: jax.Array, rows: jax.Array) -> list[jax.Array]:
+        last, stack = jax.lax.scan(lambda carry, row: (jnp.tanh(carry + row), carry * row), x, rows)
+        scattered = jax.lax.psum_scatter(stack.T, "x", tiled=True)
+        return [total + jax.lax.optimization_barrier(scattered), last]
+
+    args = arrays((WIDTH, ROWS), (WIDTH,), (ROWS, WIDTH))
+    closed = traced(program, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args])
+    better = accumulate_in_scans(closed, traced)
+    assert better is not None
+
+    def run(one: ClosedJaxpr) -> Any:
+        on_mesh = jax.shard_map(lambda *xs: evaluate(one, *xs), mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False)
+        return jax.jit(on_mesh)(*args)
+
+    for wanted, found in zip(run(closed), run(better), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    outside = [e.primitive.name for e in open_jaxpr(better).eqns]
+    assert "reduce_scatter" not in outside
+    assert "optimization_barrier" not in outside
+    assert stacks_of(better) == [(ROWS, WIDTH)]
+
+
+def test_a_stack_whose_rows_go_to_different_devices_is_left() -> None:
+    def program(total: jax.Array, x: jax.Array, rows: jax.Array) -> list[jax.Array]:
+        last, stack = jax.lax.scan(lambda carry, row: (jnp.tanh(carry + row), carry * row), x, rows)
+        return [total + jax.lax.psum_scatter(stack, "x", tiled=True), last]
+
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((ROWS, WIDTH), (WIDTH,), (ROWS, WIDTH))]
     assert accumulate_in_scans(traced(program, avals), traced) is None

@@ -4,10 +4,10 @@ The backward pass of a scan stacks a gradient for each trip, and whoever accumul
 stack to a sum of the same size: for a model that is one scan, its gradients twice. Here the sum is carried through the
 scan, and each trip adds its rows where they belong. A compiler updates a loop's carry in place, so the stack is gone.
 
-What a trip scatters over devices stays stacked: XLA's GPU compiler sends it beside the next trip, as long as the loop
-does nothing with it but stack it (`liveness_pipelined`; llama3-8b with ZeRO-3 on 16 H100s in 4 microbatches: 96 % of
-these sums run beside compute, 29 % where they are added in the loop), and of parameters that are stored split it is a
-small part.
+What is scattered of a stack is scattered row by row, in the scan, and stays stacked: XLA's GPU compiler sends it beside
+the next trip, as long as the loop does nothing with it but stack it (`liveness_pipelined`; llama3-8b with ZeRO-3 on 16
+H100s in 4 microbatches: 96 % of these sums run beside compute, 29 % where they are added in the loop), and split over
+devices it is a small part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from .liveness_pipelined import scatters_of_stacks
 Traced = Callable[[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]], ClosedJaxpr]
 
 _SUMS = frozenset(["add", "add_any"])
-_FORMATTING = frozenset(["convert_element_type", "transpose"])
+_FORMATTING = frozenset(["convert_element_type", "transpose", "optimization_barrier"])
+# On all rows as on each, where it is another dim that is scattered.
+_SUMMED_OVER_DEVICES = frozenset(["reduce_scatter", "psum", "psum_invariant"])
 
 
 class _Sum(NamedTuple):
@@ -36,6 +38,7 @@ class _Sum(NamedTuple):
     Args:
       position: of the stacked result.
       formatted: the equations that turn the stack into what is added, in order.
+      stays: whether they scatter it, so that it stays stacked.
       dim: of that, along which rows lie.
       into: the input.
       total: their sum.
@@ -43,6 +46,7 @@ class _Sum(NamedTuple):
 
     position: int
     formatted: tuple[Equation, ...]
+    stays: bool
     dim: int
     into: Any
     total: Any
@@ -101,18 +105,29 @@ def _sums(closed: ClosedJaxpr) -> tuple[dict[int, list[_Sum]], set[int]]:
                 for position, var in enumerate(equation.outvars)
                 if position >= first and position not in scattered and reads[var] == 1
             )
-        elif name in _FORMATTING and not is_literal(equation.invars[0]) and equation.invars[0] in stacks:
-            scan, position, way, dim = stacks[equation.invars[0]]
-            (made,) = equation.outvars
+        elif name in _FORMATTING | _SUMMED_OVER_DEVICES and len(equation.invars) == 1:
+            (read,), (made,) = equation.invars, equation.outvars
+            if is_literal(read) or read not in stacks or reads[made] != 1:
+                continue
+            scan, position, way, dim = stacks[read]
+            if name == "reduce_scatter" and (
+                not equation.params["tiled"] or equation.params["scatter_dimension"] == dim
+            ):
+                continue
             dim = equation.params["permutation"].index(dim) if name == "transpose" else dim
-            if reads[made] == 1:
-                stacks[made] = scan, position, (*way, number), dim
+            stacks[made] = scan, position, (*way, number), dim
         elif name in _SUMS and not any(map(is_literal, equation.invars)):
             for into, made in (equation.invars, equation.invars[::-1]):
                 if made in stacks and into in inputs and reads[into] == 1 and into.aval.dtype == made.aval.dtype:
                     scan, position, way, dim = stacks[made]
-                    formatted = tuple(jaxpr.eqns[at] for at in way)
-                    one = _Sum(position=position, formatted=formatted, dim=dim, into=into, total=equation.outvars[0])
+                    # In a loop nothing needs a barrier: a scatter would only not run beside the next trip.
+                    passed = (jaxpr.eqns[at] for at in way)
+                    formatted = tuple(one for one in passed if one.primitive.name != "optimization_barrier")
+                    stays = any(one.primitive.name == "reduce_scatter" for one in formatted)
+                    one = _Sum(
+                        position=position, formatted=formatted, stays=stays, dim=dim, into=into,
+                        total=equation.outvars[0],
+                    )  # fmt: skip
                     sums.setdefault(scan, []).append(one)
                     gone.update((*way, number))
                     break
@@ -127,33 +142,40 @@ def _accumulating(
     first_xs = parts.num_consts + parts.num_carry
     consts, carry, xs = operands[: parts.num_consts], operands[parts.num_consts : first_xs], operands[first_xs:]
     summed = {one.position for one in sums}
+    in_place, at_end = [one for one in sums if not one.stays], [one for one in sums if one.stays]
 
     def trip(state: Any, rows: Any) -> Any:
         carried, totals, number = state
         outs = evaluate(parts.body, *consts, *carried, *rows)
-        added = [_with_row(total, outs[one.position], number, one) for one, total in zip(sums, totals, strict=True)]
-        stacked = [out for i, out in enumerate(outs) if i >= parts.num_carry and i not in summed]
+        added = [_with_row(total, outs, number, one) for one, total in zip(in_place, totals, strict=True)]
+        others = [out for i, out in enumerate(outs) if i >= parts.num_carry and i not in summed]
+        late = [lax.squeeze(_row(outs, one), [one.dim]) for one in at_end]
         onwards = number - 1 if parts.reverse else number + 1
-        return (tuple(outs[: parts.num_carry]), added, onwards), tuple(stacked)
+        return (tuple(outs[: parts.num_carry]), added, onwards), (others, late)
 
     start = jnp.int32(parts.length - 1 if parts.reverse else 0)
     with user_context(equation):
-        (carried, totals, _), stacked = lax.scan(
-            trip, (tuple(carry), [given[one.into] for one in sums], start), tuple(xs), length=parts.length,
+        (carried, totals, _), (others, late) = lax.scan(
+            trip, (tuple(carry), [given[one.into] for one in in_place], start), tuple(xs), length=parts.length,
             reverse=parts.reverse, unroll=parts.unroll,
         )  # fmt: skip
-    others = iter(stacked)
-    results = [
-        *carried,
-        *(None if i in summed else next(others) for i in range(parts.num_carry, len(equation.outvars))),
-    ]
-    return results, {one.total: total for one, total in zip(sums, totals, strict=True)}
+    made = {one.total: total for one, total in zip(in_place, totals, strict=True)}
+    for one, rows in zip(at_end, late, strict=True):
+        made[one.total] = given[one.into] + jnp.moveaxis(rows, 0, one.dim)
+    left = iter(others)
+    stacked = (None if i in summed else next(left) for i in range(parts.num_carry, len(equation.outvars)))
+    return [*carried, *stacked], made
 
 
-def _with_row(total: jax.Array, row: jax.Array, number: jax.Array, one: _Sum) -> jax.Array:
-    """A sum with the row of one trip added where it belongs."""
-    row = row[None]
+def _row(outs: Sequence[Any], one: _Sum) -> Any:
+    """What one trip makes of a sum."""
+    row = outs[one.position][None]
     for equation in one.formatted:
         (row,) = bind(equation, row)
+    return row
+
+
+def _with_row(total: jax.Array, outs: Sequence[Any], number: jax.Array, one: _Sum) -> jax.Array:
+    """A sum with the row of one trip added where it belongs."""
     before = lax.dynamic_slice_in_dim(total, number, 1, one.dim)
-    return lax.dynamic_update_slice_in_dim(total, before + row, number, one.dim)
+    return lax.dynamic_update_slice_in_dim(total, before + _row(outs, one), number, one.dim)

@@ -37,7 +37,7 @@ from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
 from .local_value import LocalValue, planned_conversion
-from .microbatches import combined, finished, grown_dims, reduction_of, share_of_loss
+from .microbatches import combined, finished, grown_dims, reduction_of, share_of_loss, summed_spec, to_be_added
 from .plan_of_program import algorithms_of, check_program, segments_of, settled_of
 
 
@@ -254,10 +254,11 @@ class LocalStep:
         consts, parameters = shards[:n], shards[n:]
         if program.microbatches == 1:
             value, aux, grads = rewriting(microbatch, passes)(consts, parameters)
+            grads = [to_be_added(g, plan, sizes) for g, plan in zip(grads, stage.parameters, strict=True)]
         else:
             value, aux, grads = self._accumulate(microbatch, consts, parameters, passes)
         # One synchronisation a step: gradients are partial over the axes they were broadcast over.
-        have = [*left, *(Spec(use.dims, partial=use.broadcast) for use in uses)]
+        have = [*left, *map(summed_spec, stage.parameters)]
         conversions = []
         for source, target in zip(have, [*made, *storages], strict=True):
             conversions.append(planned_conversion(source, target))
@@ -308,6 +309,7 @@ class LocalStep:
     ) -> tuple[Any, list[Any], Any]:
         """Microbatches one after the other, their shares of the loss and its gradients summed locally."""
         program, count = self.program, self.program.microbatches
+        plans, sizes = self._stage.parameters, self._stage.sizes
         split = program.split_dims
         blocks = self._blocks(self._batch_axes())
         rows = [
@@ -322,7 +324,8 @@ class LocalStep:
         def added(given: Any, parameters: Any) -> tuple[Any, list[Any], list[Any]]:
             inputs, sums = given
             value, aux, grads = microbatch(inputs, parameters)
-            return value, aux, jax.tree.map(jnp.add, sums, list(grads))
+            moved = [to_be_added(g, plan, sizes) for g, plan in zip(grads, plans, strict=True)]
+            return value, aux, jax.tree.map(jnp.add, sums, moved)
 
         if any(operator.name == "scan_slice" for operator in program.graph.operators):
             passes = [*passes, _accumulated]
@@ -350,7 +353,10 @@ class LocalStep:
         made = zip(core.outvars, self._core_specs(), strict=False)
         loss, *sums = [jnp.zeros(s.local_shape(v.aval.shape, self._stage.sizes), v.aval.dtype) for v, s in made]
         kept = [x if d is None else jnp.zeros(()) for x, d in zip(sums, grown, strict=True)]
-        zeros = [jnp.zeros_like(p) for p in parameters]
+        zeros = [
+            jnp.zeros(summed_spec(plan).local_shape(plan.shape, sizes), p.dtype)
+            for p, plan in zip(parameters, plans, strict=True)
+        ]
         (value, grads, kept), stacked = lax.scan(trip, (loss, zeros, kept), (jnp.arange(count), rows))
         pieces = iter(stacked)
         aux = []

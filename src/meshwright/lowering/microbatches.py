@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from .._jax.jaxpr import open_jaxpr
+from ..plan import ParameterPlan
 from ..program.reduction import Reduction
 from ..program.trace import Program
+from ..sharding import Spec
+from .collectives import run_conversion
+from .local_value import planned_conversion
 
 _COMBINED: Mapping[Reduction, Callable[[Any, Any], Any]] = {
     "mean": jnp.add,
@@ -53,6 +58,28 @@ def combined(how: Reduction, position: Any, kept: Any, new: Any) -> Any:
 def finished(how: Reduction, count: int, kept: Any) -> Any:
     """The result of all microbatches, of which there were `count`."""
     return kept / count if how == "mean" and count > 1 else kept
+
+
+def summed_spec(parameter: ParameterPlan) -> Spec:
+    """In which the gradients of a parameter are added up."""
+    if parameter.scattered:
+        return parameter.storage
+    return Spec(parameter.use.dims, partial=parameter.use.broadcast)
+
+
+def to_be_added(gradient: Any, parameter: ParameterPlan, sizes: Mapping[str, int]) -> Any:
+    """The gradient of a microbatch, on one device, as it is added up.
+
+    Args:
+      gradient: as the backward pass leaves it.
+      parameter: of which.
+      sizes: of the mesh.
+    """
+    if not parameter.scattered:
+        return gradient
+    conversion = planned_conversion(Spec(parameter.use.dims, partial=parameter.use.broadcast), parameter.storage)
+    # The barrier keeps it here: XLA's TPU compiler would scatter the sum of all microbatches in its place.
+    return lax.optimization_barrier(run_conversion(gradient, conversion, sizes, differentiated=False))
 
 
 def grown_dims(program: Program) -> tuple[int | None, ...]:

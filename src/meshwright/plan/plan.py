@@ -40,11 +40,14 @@ class ParameterPlan:
       shape: global shape.
       use: the spec the program reads it in; `broadcast` axes are those its gradient is summed over.
       storage: the spec the optimizer state and the update have. Equal to `use` without `broadcast` (no ZeRO), or split
-        further (ZeRO-1 and 2). Where `use` itself is split over axes that the operators then gather, that is ZeRO-3.
+        further (ZeRO-1; 2 if `scattered`). Where `use` itself is split over axes that the operators then gather, that
+        is ZeRO-3.
       rows: the rows a stage holds of a stacked parameter whose scan is cut over several stages, first and one past the
         last; None for the whole parameter. `shape` is that of the part.
       rows_dim: the dim on which the layers are stacked.
       gathered: the axes that split it and over which it is gathered where it is used.
+      scattered: whether each microbatch's gradient is summed over devices into the spec of `storage` and added up there
+        (ZeRO-2); else gradients are added up as they are, and summed once a step.
     """
 
     name: str
@@ -54,6 +57,7 @@ class ParameterPlan:
     rows: tuple[int, int] | None = None
     rows_dim: int = 0
     gathered: tuple[str, ...] = ()
+    scattered: bool = False
 
     @property
     def stored_axes(self) -> tuple[str, ...]:

@@ -177,7 +177,7 @@ def _each_microbatch(stage: Stage, plan: Plan, values: Mapping[str, Value]) -> t
     """The collectives of a stage whose gradients are synchronised for each microbatch, not once a step."""
     total, more = {one.kind: one for one in stage.communication}, plan.microbatches - 1
     for p in stage.parameters:
-        gradient = convert(Spec(p.use.dims, partial=p.use.broadcast), p.storage)
+        gradient = () if p.scattered else convert(Spec(p.use.dims, partial=p.use.broadcast), p.storage)
         fetch = convert(p.storage, Spec(p.use.dims))
         for move in (*(gradient or ()), *(fetch or ())):
             have = total.get(move.forward or "")

@@ -24,8 +24,9 @@ def zero(stage: int) -> Preset:
     """Data parallelism with optimizer state split over the devices too (Rajbhandari et al. 2020).
 
     Args:
-      stage: 1 or 2: gradients are reduce-scattered, updated in parts, parameters gathered, once a step; 3: parameters
-        are stored in parts and gathered where they are used.
+      stage: 1: gradients are reduce-scattered, updated in parts, parameters gathered, once a step; 2: each microbatch's
+        gradients are reduce-scattered, and added up in parts; 3: parameters are stored in parts and gathered where they
+        are used.
 
     >>> str(zero(stage=3))
     'zero(stage=3)'

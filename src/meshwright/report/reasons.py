@@ -22,8 +22,12 @@ def reasons(microbatches: int, stage: Stage, roles: Sequence[AxisRole]) -> Itera
         if role.summed:
             by = " by one device, a parameter server" if role.central else ""
             yield f"gradients of {_parameters_of(role.summed)} summed over {role.axis}{by}: {_cause(role)}"
-    if microbatches > 1 and any(role.summed for role in roles):
-        yield f"gradients of the {microbatches} microbatches are added up first: one sum over devices a step"
+    scattered = [p for p in stage.parameters if p.scattered]
+    if microbatches > 1 and any(not p.scattered for role in roles for p in role.summed):
+        others = " of the other parameters" if scattered else ""
+        yield f"gradients{others} of the {microbatches} microbatches are added up first: one sum over devices a step"
+    if scattered:
+        yield f"gradients of {_parameters_of(scattered)} scattered in each microbatch: added up in parts (ZeRO-2)"
     yield from _storage(stage, [role.axis for role in roles if role.stored])
     for role in roles:
         if role.gathered:

@@ -3,9 +3,10 @@
 A plan says how values and operators are split, not why. An axis *runs over the batch* if gradients are summed over it
 and it splits dim 0 of an input, or (an input may be held whole, taking a block of it is free) the leading factor of
 every matrix product that it splits: that is data parallel. Optimizer state split further than its parameter is
-ZeRO-1 or 2; a parameter split and gathered at use is ZeRO-3; one used split is tensor or expert parallel. An axis that
-splits the positions of attention is context parallel; of one that splits its heads and no weights the sequence is
-split everywhere else, with an all-to-all between.
+ZeRO-1 or 2 (they are one where a step is one microbatch), surely 2 where each microbatch scatters its gradients; a
+parameter split and gathered at use is ZeRO-3; one used split is tensor or expert parallel. An axis that splits the
+positions of attention is context parallel; of one that splits its heads and no weights the sequence is split everywhere
+else, with an all-to-all between.
 """
 
 from __future__ import annotations
@@ -81,8 +82,10 @@ class AxisRole:
             found.append("data parallel (parameter server)" if self.central else "data parallel")
         if self.exchanges and self.summed and any(self.input_dims) and not self.over_batch:
             found.append("spatial (borders exchanged)")
-        if self.stored:
+        if any(not p.scattered for p in self.stored):
             found.append("ZeRO-1/2")
+        if any(p.scattered for p in self.stored):
+            found.append("ZeRO-2")
         if self.gathered:
             found.append("ZeRO-3")
         experts = self.experts

@@ -145,9 +145,9 @@ SCHEMES: tuple[Scheme, ...] = (
     Scheme(
         name="zero_2", title="ZeRO 2", source="Rajbhandari et al. 2020",
         splits="batch, optimizer state, gradients over d", preset=lambda devices: zero(stage=2),
-        moves=(Move("reduce_scatter", "d", "step", "P"), Move("all_gather", "d", "step", "P")),
+        moves=(Move("reduce_scatter", "d", "backward", "m * P"), Move("all_gather", "d", "step", "P")),
         holds=("P", "P / d", "O / d", _BATCH),
-        note="here gradients of microbatches accumulate whole: a plan of ZeRO 2 is one of ZeRO 1",
+        note="of one microbatch gradients may all be there before they are scattered, as under ZeRO 1",
     ),
     Scheme(
         name="zero_3", title="ZeRO 3", source="Rajbhandari et al. 2020",

@@ -58,7 +58,7 @@ def _of_core(core: ClosedJaxpr, stage: StageProgram) -> Hashable:
         plan.mesh,
         tuple((operator.axes, operator.broadcast) for operator in plan.operators),
         tuple((local[value], spec) for value, spec in plan.settled if value in local),
-        tuple((p.shape, p.use, p.storage) for p in plan.parameters),
+        tuple((p.shape, p.use, p.storage, p.scattered) for p in plan.parameters),
         tuple((p.shape, p.spec) for p in plan.inputs),
         plan.gradient_exchange,
         remat,

@@ -30,7 +30,7 @@ from ..._jax.jaxpr import ClosedJaxpr, open_jaxpr
 from ..._jax.passes import Halves, least_effort_first, part_of, size_bytes, split_program, trace_local
 from ..._jax.reverse import vjp
 from ...errors import PlanError
-from ...plan import Plan, Stage
+from ...plan import ParameterPlan, Plan, Stage
 from ...program.cut import Cut
 from ...program.microbatch_rows import MicrobatchRows, rows_of_microbatch
 from ...program.reduction import Reduction
@@ -38,7 +38,7 @@ from ...program.staged import StagedProgram
 from ...sharding import Spec
 from ..evaluate import ShardedProgram
 from ..local_value import LocalValue
-from ..microbatches import combined, grown_dims, reduction_of, share_of_loss
+from ..microbatches import combined, grown_dims, reduction_of, share_of_loss, summed_spec, to_be_added
 from ..plan_of_program import algorithms_of, segments_of, settled_of
 from .slots import Access, Role, Slot
 from .stage_jaxpr import stage_jaxpr
@@ -209,11 +209,16 @@ class StageProgram:
     def local_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
         """Shape of one device's block."""
         if slot.role is Role.GRADIENT:
-            return self.local_shape(Slot(Role.PARAMETER, slot.position))
+            whole, plan = self._aval(Slot(Role.PARAMETER, slot.position)), self.stage.parameters[slot.position]
+            return jax.ShapeDtypeStruct(self.gradient_spec(plan).local_shape(whole.shape, self.sizes), whole.dtype)
         if slot.role is Role.RESIDUAL:
             return self._residual_shape(slot)
         whole = self.global_shape(slot)
         return jax.ShapeDtypeStruct(self.specs[slot].local_shape(whole.shape, self.sizes), whole.dtype)
+
+    def gradient_spec(self, plan: ParameterPlan) -> Spec:
+        """In which a gradient leaves the stage, or is added up."""
+        return Spec(plan.use.dims, partial=plan.use.broadcast) if self.asynchronous else summed_spec(plan)
 
     def _residual_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
         made = self.forward if slot in self.forward.outputs else self.backward_halves[0]
@@ -297,8 +302,11 @@ class StageProgram:
             place = given[Slot(Role.INDEX)] - self.own.start
             found[slot] = combined(self.reduction(slot), place, given[slot], out)
         gradients, back = pull([self._cotangent(v, x, given) for v, x in zip(moving_values, results, strict=True)])
-        for slot, gradient in zip(self.gradients, gradients, strict=True):
-            found[slot] = gradient if self.asynchronous else given[slot] + gradient
+        for slot, plan, gradient in zip(self.gradients, self.stage.parameters, gradients, strict=True):
+            if self.asynchronous:
+                found[slot] = gradient
+            else:
+                found[slot] = given[slot] + to_be_added(gradient, plan, self.sizes)
         for slot, cotangent in zip(self._moving_received, back, strict=True):
             found[Slot(Role.RETURNED, slot.position)] = cotangent
         return found

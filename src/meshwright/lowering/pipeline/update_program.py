@@ -419,9 +419,7 @@ class UpdateProgram:
     def _synchronise(self, given: dict[Slot, Any]) -> list[Any]:
         """The gradients in the layout of the optimizer state, scaled as the losses are."""
         plans = self._stage.stage.parameters
-        conversions = [
-            planned_conversion(Spec(plan.use.dims, partial=plan.use.broadcast), plan.storage) for plan in plans
-        ]
+        conversions = [planned_conversion(self._stage.gradient_spec(plan), plan.storage) for plan in plans]
         return run_together([given[s] for s in self._stage.gradients], conversions, self._stage.sizes)
 
     def _probe(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ...plan import Collective
 from ...sharding import Conversion, Spec, convert
+from ..prices.choices import loop_rows
 from ..prices.parameters import central_messages
 from .problem import IntraOpProblem, IntraOpSolution
 
@@ -185,6 +186,19 @@ def _of_operators(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[
                     )
 
 
+def _scattered(problem: IntraOpProblem, parameter: int, gradient: Conversion) -> Iterator[Issued]:
+    """Of a gradient that each microbatch scatters, row by row where a loop makes it."""
+    array, rows = problem.graph.values[parameter], loop_rows(problem.graph, parameter)
+    count = array.shape[rows.dim] if rows is not None else 1
+    starts = problem.prices.exposure(problem.graph, rows.row if rows is not None else parameter).starts
+    for step in gradient:
+        if step.forward is not None and prod(array.shape) > 1:
+            yield Issued(
+                kind=step.forward, axes=step.axes, size_bytes=array.bytes / count * step.buffer_fraction(problem.sizes),
+                count=problem.microbatches * count, when="backward", strided=step.strided, starts=starts,
+            )  # fmt: skip
+
+
 def _of_parameters(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[Issued]:
     graph = problem.graph
     central: dict[tuple[tuple[str, ...], str], float] = {}
@@ -197,6 +211,9 @@ def _of_parameters(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator
         # Plain sums of all gradients run as one collective.
         plain = len(gradient) == 1 and gradient[0].forward == "all_reduce"
         joined = problem.prices.exposure(graph, value.index).starts
+        if choice.scattered:
+            yield from _scattered(problem, value.index, gradient)
+            gradient = ()
         for conversion, starts in ((gradient, 1 / len(graph.parameters) if plain else joined), (fetch, joined)):
             for step in conversion:
                 size = value.bytes * step.buffer_fraction(problem.sizes)

@@ -114,8 +114,11 @@ class LimitedProblem(IntraOpProblem):
         for value in workspace.gradients & self._defines.keys() if workspace is not None else ():
             node, specs = self._defines[value]
             held = self._input_bytes if node in self._input_bytes else self._workspace
-            scattered = np.array([not spec.broadcast for spec in specs])
-            held[node] = held[node] + scattered * self.local_bytes(value, specs)
+            if (known := self.parameter_prices.get(node)) is not None:
+                held[node] = held[node] + known.stacked_bytes
+            else:
+                scattered = np.array([not spec.broadcast for spec in specs])
+                held[node] = held[node] + scattered * self.local_bytes(value, specs)
 
     @cached_property
     def _once_bytes(self) -> Sequence[np.ndarray]:

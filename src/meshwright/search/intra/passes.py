@@ -53,7 +53,7 @@ class Passes:
         # The nodes of parameters, each with its seconds of synchronisation, update and gradient accumulation.
         self._parameters = np.array(list(problem.parameter_prices), dtype=int), FlatNodes(
             [one.synchronise_seconds for one in known], [one.update_seconds for one in known],
-            [one.accumulate_seconds for one in known],
+            [one.each_seconds(problem.microbatches) for one in known],
         )  # fmt: skip
 
     def seconds(self, picked: Sequence[int], objective: float) -> PassSeconds:
@@ -72,7 +72,6 @@ class Passes:
         moved = sum(times * once.item(picked[u], picked[v]) for u, v, times, once in self._conversions)
         forward = made + written + moved
         backward = max(0.0, (objective - synchronise - update) / microbatches - forward)
-        accumulate *= microbatches > 1
         return PassSeconds(
             forward=forward, backward=backward, weight=min(backward, weight + accumulate),
             synchronise=max(0.0, synchronise), update=update,

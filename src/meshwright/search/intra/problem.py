@@ -29,6 +29,7 @@ from ...solve import Problem, Solution, solve
 from ..prices.choices import (
     OperatorChoice,
     ParameterChoice,
+    loop_rows,
     operator_choices,
     parameter_choices,
     reads_rows,
@@ -37,7 +38,7 @@ from ..prices.choices import (
 from ..prices.exposure import Exposure
 from ..prices.of_choices import OperatorPrices, ParameterPrices
 from ..prices.operators import prices_of, signatures, signatures_with_origins
-from ..prices.parameters import parameter_prices
+from ..prices.parameters import Scattering, parameter_prices
 from ..prices.spec_row import SpecRow
 from ..restrictions.constraints import Constraints
 from .node_merging import (
@@ -220,16 +221,30 @@ class IntraOpProblem:
         if self.microbatches > 1 or not self.is_one_program:
             # Behind a loop over microbatches, and between the programs of a stage, nothing runs beside sums.
             exposure = Exposure(starts=exposure.starts)
-        key = value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), central, exposure
+        rows = loop_rows(self.graph, index)
+        scattering = Scattering(exposure=self.prices.exposure(self.graph, index))
+        if rows is not None:
+            exposed = self.prices.exposure(self.graph, rows.row)
+            scattering = Scattering(rows=value.shape[rows.dim], exposure=exposed)
+        # One microbatch has nothing to add up. In a stage's backward program compilers that hide latency make all
+        # gradients before they scatter the first (`memory.latency_hiding`): nothing is saved there.
+        pays = self.microbatches > 1 and self.is_one_program
+        scatters = (pays or constraints.zero == 2) and not central
+        key = (
+            value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), central, exposure,
+            scatters, scattering if scatters else None, rows.dim if rows is not None else None,
+        )  # fmt: skip
         if free and key in self.prices.parameters:
             return self.prices.parameters[key]
-        choices: Sequence[ParameterChoice] = parameter_choices(value.shape, self.sizes)
+        choices: Sequence[ParameterChoice] = parameter_choices(
+            value.shape, self.sizes, scattered=scatters, rows_dim=rows.dim if rows is not None else None
+        )
         if constraints.roles is not None and not self._is_pinned(info.name, value.shape):
             choices = constraints.roles.parameter(dim_origins(self.graph, index), choices)
         choices = tuple(constraints.parameter(info.name, choices, self.sizes))
         found = parameter_prices(
             self.prices, choices, value.bytes, info.optimizer_bytes, parameters=len(self.parameters), central=central,
-            exposure=exposure,
+            exposure=exposure, scattering=scattering,
         )  # fmt: skip
         if free:
             self.prices.parameters[key] = found

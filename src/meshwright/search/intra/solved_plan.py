@@ -42,7 +42,7 @@ def parameter_plans(
         ParameterPlan(
             name=info.name, shape=graph.values[graph.inputs[position]].shape, use=choice.use, storage=choice.storage,
             rows=(held.first, held.last) if held is not None else None, rows_dim=held.dim if held is not None else 0,
-            gathered=axes,
+            gathered=axes, scattered=choice.scattered,
         )
         for info, position, choice, held, axes in zip(
             infos, graph.parameters, chosen.parameters, rows, gathered, strict=True
@@ -65,11 +65,14 @@ def counted_memory(
 ) -> Memory:  # fmt: skip
     """Bytes on a device by the solver's count, `own_bytes` beside a workspace: what is no parameter, gradient or
     optimizer state is activations."""
-    held = optimizer = 0.0
+    held = summed = optimizer = 0.0
     for info, position, choice in zip(infos, graph.parameters, chosen.parameters, strict=True):
-        held += graph.values[graph.inputs[position]].bytes / choice.use.shards(problem.sizes)
-        optimizer += info.optimizer_bytes / choice.storage.shards(problem.sizes)
+        size, used = graph.values[graph.inputs[position]].bytes, choice.use.shards(problem.sizes)
+        stored = choice.storage.shards(problem.sizes)
+        held += size / used
+        summed += size / (stored if choice.scattered else used)
+        optimizer += info.optimizer_bytes / stored
     return Memory(
-        parameters=held, gradients=held, optimizer=optimizer, workspace=workspace_bytes,
-        activations=max(own_bytes - 2 * held - optimizer, 0.0),
+        parameters=held, gradients=summed, optimizer=optimizer, workspace=workspace_bytes,
+        activations=max(own_bytes - held - summed - optimizer, 0.0),
     )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations, product
+from typing import NamedTuple
 
 from ...program.graph import Graph, Operator, once_for_each
 from ...program.parameter_values import values_of_parameters
@@ -24,10 +25,11 @@ class OperatorChoice:
 
 @dataclass(frozen=True, slots=True)
 class ParameterChoice:
-    """A use spec and a storage spec (`plan.ParameterPlan`)."""
+    """As of `plan.ParameterPlan`: a use spec, a storage spec, and whether gradients are scattered."""
 
     use: Spec
     storage: Spec
+    scattered: bool = False
 
 
 class Choices(tuple[OperatorChoice, ...]):
@@ -73,6 +75,31 @@ def reads_rows(graph: Graph, operator: Operator) -> bool:
     return operator.name == "scan_slice" or not _stacks(graph).isdisjoint(operator.results)
 
 
+class LoopRows(NamedTuple):
+    """Of a stack of which a loop reads rows: the dim along which they lie, and the value that is a row."""
+
+    dim: int
+    row: int
+
+
+def loop_rows(graph: Graph, value: int) -> LoopRows | None:
+    """How a loop reads rows of a parameter, as it is, cast or transposed; None where no loop does."""
+    for index, _ in graph.consumers.get(value, ()):
+        operator, made = graph.operators[index], graph.operators[index].results[0]
+        if made is None:
+            continue
+        if operator.name == "scan_slice":
+            return LoopRows(0, made)
+        if operator.name in ("convert_element_type", "transpose") and (found := loop_rows(graph, made)) is not None:
+            dims = operator.rule.operands[0]
+            return (
+                found
+                if operator.name != "transpose"
+                else found._replace(dim=dims.index(operator.rule.results[0][found.dim]))
+            )
+    return None
+
+
 @once_for_each
 def _stacks(graph: Graph) -> frozenset[int]:
     """Values of parameters of which loops read rows, themselves or what is made of them by what is cheap."""
@@ -111,13 +138,24 @@ def _spec_choices(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], br
     return tuple(found)
 
 
-def parameter_choices(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[ParameterChoice, ...]:
-    """Use specs, each with the optimizer state as the parameter or split further, over axes that leave it whole."""
-    return _parameter_choices(tuple(shape), tuple(sizes.items()))
+def parameter_choices(
+    shape: Sequence[int], sizes: Mapping[str, int], *, scattered: bool = False, rows_dim: int | None = None
+) -> tuple[ParameterChoice, ...]:
+    """Use specs, each with the optimizer state as the parameter or split further, over axes that leave it whole.
+
+    Args:
+      shape: of the parameter.
+      sizes: of the mesh.
+      scattered: whether the gradients of microbatches may be scattered: those that wait for a sum, over all axes.
+      rows_dim: the dim along which a loop reads rows; None for none. What is scattered is scattered within a row.
+    """
+    return _parameter_choices(tuple(shape), tuple(sizes.items()), scattered, rows_dim)
 
 
 @lru_cache(maxsize=1 << 12)
-def _parameter_choices(shape: tuple[int, ...], of: tuple[tuple[str, int], ...]) -> tuple[ParameterChoice, ...]:
+def _parameter_choices(
+    shape: tuple[int, ...], of: tuple[tuple[str, int], ...], scattered: bool, rows_dim: int | None
+) -> tuple[ParameterChoice, ...]:
     sizes, found = dict(of), []
     for use in spec_choices(shape, sizes, broadcast=True):
         plain = Spec(use.dims)
@@ -128,14 +166,20 @@ def _parameter_choices(shape: tuple[int, ...], of: tuple[tuple[str, int], ...]) 
                 storage = _split_further(shape, plain, axes, sizes)
                 if storage is not None:
                     found.append(ParameterChoice(use, storage))
+        if scattered and use.broadcast:
+            storage = _split_further(shape, plain, free, sizes, rows_dim)
+            if storage is not None:
+                found.append(ParameterChoice(use, storage, scattered=True))
     return tuple(found)
 
 
-def _split_further(shape: Sequence[int], spec: Spec, axes: Sequence[str], sizes: Mapping[str, int]) -> Spec | None:
-    """`spec` with `axes` added, each on the first dim it divides; None if one fits nowhere."""
+def _split_further(
+    shape: Sequence[int], spec: Spec, axes: Sequence[str], sizes: Mapping[str, int], but: int | None = None
+) -> Spec | None:
+    """`spec` with `axes` added, each on the first dim it divides, `but` one; None if one fits nowhere."""
     for axis in axes:
         local = spec.local_shape(shape, sizes)
-        dim = next((d for d, extent in enumerate(local) if extent % sizes[axis] == 0), None)
+        dim = next((d for d, extent in enumerate(local) if d != but and extent % sizes[axis] == 0), None)
         if dim is None:
             return None
         spec = Spec((*spec.dims[:dim], (*spec.dims[dim], axis), *spec.dims[dim + 1 :]))

@@ -47,19 +47,23 @@ class ParameterPrices:
 
     Args:
       choices: its layouts.
-      synchronise_seconds: of its gradient over devices, and of fetching it as it is used.
+      synchronise_seconds: of its gradient over devices, unless it is scattered, and of fetching it as it is used.
       fixed_seconds: its share of what the start of the one sum of all gradients costs.
       update_seconds: of the optimizer.
+      scatter_seconds: of scattering its gradient, for each microbatch.
       accumulate_seconds: of adding up gradients, for each of several microbatches.
       held_bytes: of the parameter, its gradient and optimizer state on one device.
+      stacked_bytes: of a gradient whose rows a loop scatters, beside the sum that it is added to.
     """
 
     choices: tuple[ParameterChoice, ...]
     synchronise_seconds: np.ndarray
     fixed_seconds: np.ndarray
     update_seconds: np.ndarray
+    scatter_seconds: np.ndarray
     accumulate_seconds: np.ndarray
     held_bytes: np.ndarray
+    stacked_bytes: np.ndarray
 
     @cached_property
     def uses(self) -> SpecRow:
@@ -69,4 +73,8 @@ class ParameterPrices:
     def seconds(self, microbatches: int) -> np.ndarray:
         """Of a step."""
         once = self.synchronise_seconds + self.update_seconds
-        return once + microbatches * self.accumulate_seconds if microbatches > 1 else once
+        return once + microbatches * self.each_seconds(microbatches)
+
+    def each_seconds(self, microbatches: int) -> np.ndarray:
+        """Of each of so many microbatches."""
+        return self.scatter_seconds + self.accumulate_seconds if microbatches > 1 else self.scatter_seconds

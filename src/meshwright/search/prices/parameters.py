@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -74,9 +74,33 @@ def _exchange_seconds(
     return exposure.of_sum(summed) + fetched, share * sum(starts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scattering:
+    """How a backward pass scatters the gradient of a parameter.
+
+    Args:
+      rows: in so many equal parts.
+      exposure: of each.
+    """
+
+    rows: int = 1
+    exposure: Exposure = ALL
+
+    def seconds(self, prices: Prices, moves: _Moves, value_bytes: float) -> float:
+        """Exposed seconds of scattering it once."""
+        size, unpaid = value_bytes / self.rows, 1 - self.exposure.starts
+        taken = 0.0
+        for step in moves.gradient:
+            kind = str(step.forward)
+            taken += prices.collective(
+                kind, size * step.buffer_fraction(prices.sizes), step.axes, strided=step.strided
+            ) - unpaid * prices.collective(kind, 1.0, step.axes)
+        return self.rows * self.exposure.of_sum(taken)
+
+
 def parameter_prices(
     prices: Prices, choices: Sequence[ParameterChoice], value_bytes: float, optimizer_bytes: float, *,
-    parameters: int, central: bool, exposure: Exposure = ALL,
+    parameters: int, central: bool, exposure: Exposure = ALL, scattering: Scattering = Scattering(),
 ) -> ParameterPrices:  # fmt: skip
     """The prices of a parameter on one mesh.
 
@@ -88,16 +112,27 @@ def parameter_prices(
       parameters: that share one sum of gradients, this one among them.
       central: whether gradients go to one server and back.
       exposure: of its collectives; fetching it is exposed.
+      scattering: of the gradients of microbatches, where a choice scatters them.
     """
     sizes, device = prices.sizes, prices.device
     used = np.array([choice.use.shards(sizes) for choice in choices], dtype=float)
     stored = np.array([choice.storage.shards(sizes) for choice in choices], dtype=float)
-    moves = [_moves(choice) for choice in choices]
+    scattered = np.array([choice.scattered for choice in choices])
+    moves = [(_moves(choice), choice.scattered) for choice in choices]
     each = {
-        one: _exchange_seconds(prices, one, value_bytes, parameters=parameters, central=central, exposure=exposure)
-        for one in dict.fromkeys(moves)
-    }
-    synchronise, shared = np.array([each[one] for one in moves]).reshape(-1, 2).T
+        (one, late): (
+            _exchange_seconds(
+                prices, replace(one, gradient=()) if late else one, value_bytes, parameters=parameters,
+                central=central, exposure=exposure,
+            ),
+            scattering.seconds(prices, one, value_bytes) if late else 0.0,
+        )
+        for one, late in dict.fromkeys(moves)
+    }  # fmt: skip
+    synchronise, shared = np.array([each[one][0] for one in moves]).reshape(-1, 2).T
+    summed = np.where(scattered, stored, used)
+    # Of what waits for no sum at the end of the step, parts may have been scattered where it was used.
+    scattered_rows = np.array([choice.scattered or not choice.use.broadcast for choice in choices])
     # Each microbatch reads the sum of gradients and its own, and writes the sum; the update reads and writes optimizer
     # state and parameter once and reads the gradient. What is written and read once is a value's two passes.
     moved = elementwise_seconds(1.0, device) * prices.profile.passes / 2
@@ -106,6 +141,8 @@ def parameter_prices(
         synchronise_seconds=synchronise,
         fixed_seconds=shared,
         update_seconds=moved * (2 * optimizer_bytes + 3 * value_bytes) / stored,
-        accumulate_seconds=moved * 3 * value_bytes / used,
-        held_bytes=2 * value_bytes / used + optimizer_bytes / stored,
+        scatter_seconds=np.array([each[one][1] for one in moves]),
+        accumulate_seconds=moved * 3 * value_bytes / summed,
+        held_bytes=value_bytes / used + value_bytes / summed + optimizer_bytes / stored,
+        stacked_bytes=scattered_rows * value_bytes / summed,
     )

@@ -29,8 +29,8 @@ class Constraints:
     Args:
       layouts: for a path pattern (`*` matches within and across levels, `?` one character; brackets are those of the
         path), the axes that split each dim.
-      zero: None to choose per parameter; 0 nothing split that operators do not need split; 1 or 2 optimizer state split
-        over every axis it divides; 3 parameters split likewise.
+      zero: None to choose per parameter; 0 nothing split that operators do not need split; 1 optimizer state split over
+        every axis it divides; 2 sums of gradients split likewise; 3 parameters too.
       strict: whether ZeRO 1 and 2 also ask for parameters used whole with gradients summed over all axes, the
         data-parallel form that they divide; not every program allows it (a `cond` reads its parameters unsplit).
       roles: what each mesh axis is for (a preset); None for anything. ZeRO then splits over the axes that may store.
@@ -116,6 +116,8 @@ class Constraints:
             kept = tuple(c for c in kept if c.use.broadcast >= summing)
         if self.zero == 0:
             return tuple(c for c in kept if c.storage.dims == c.use.dims)
+        if self.zero != 2:
+            kept = tuple(c for c in kept if not c.scattered)
         if self.zero in (1, 2) and self.strict:
             kept = tuple(c for c in kept if c.use.broadcast >= summing) or kept
 
@@ -124,7 +126,10 @@ class Constraints:
             return len(storing.intersection(spec.sharded_axes))
 
         most = max(map(stored, kept), default=0)
-        return tuple(c for c in kept if stored(c) == most)
+        kept = tuple(c for c in kept if stored(c) == most)
+        if self.zero == 2:
+            kept = tuple(c for c in kept if c.scattered) or kept
+        return kept
 
 
 def _kept(

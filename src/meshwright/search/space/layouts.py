@@ -128,7 +128,7 @@ def _on_axis(choice: Any, axis: str) -> Hashable:
         return None if factor is None and not marked else (factor, marked)
     if isinstance(choice, ParameterChoice):
         use, storage = _on_axis(choice.use, axis), _on_axis(choice.storage, axis)
-        return None if use is None and storage is None else (use, storage)
+        return None if use is None and storage is None else (use, storage, choice.scattered and use != storage)
     assert isinstance(choice, Spec)  # of an input or a shared value
     dim = next((n for n, axes in enumerate(choice.dims) if axis in axes), None)
     if axis in choice.partial:

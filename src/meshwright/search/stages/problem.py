@@ -234,7 +234,7 @@ class StageProblem(LimitedProblem):
                     continue
                 accumulate = once = 0.0
                 if (known := self.parameter_prices.get(node)) is not None:
-                    accumulate = (self.microbatches > 1) * known.accumulate_seconds.item(number)
+                    accumulate = known.each_seconds(self.microbatches).item(number)
                     synchronise = known.synchronise_seconds.item(number) - known.fixed_seconds.item(number)
                     once = max(0.0, synchronise) + known.update_seconds.item(number)
                 inputs.append((accumulate, once, self._throughout[node].item(number), 0.0))
