@@ -147,3 +147,21 @@ def test_where_nothing_fits_the_first_says_so() -> None:
     assert caught.value.least_seconds == 5.0
     with pytest.raises(MemoryExceeded, match="second"):  # of a part that ran out of time nothing is known
         best(Part(words="late", search=late), refused("second", inf))
+
+
+def test_numbers_that_are_refused_for_one_reason_are_told_together() -> None:
+    refused = [
+        Considered(n, f"refused microbatches={n}: got a loss whose examples meet", searched=True) for n in (2, 4)
+    ]
+    assert list(considered_lines(refused)) == ["2, 4 microbatches: refused: got a loss whose examples meet"]
+
+
+def test_what_planning_found_is_shown_in_a_paragraph() -> None:
+    """Not its traced program, which a dataclass would write out."""
+    target = zoo.mlp(width=16, layers=1, batch=8)
+    found = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster="dgx-h100:1", microbatches=1, stages=1
+    )
+    for text in (str(found), repr(found)):
+        assert "Planned in" in text
+        assert len(text) < 500

@@ -185,6 +185,13 @@ class Planning(Priced):
     trace_seconds: float = 0.0
     solve_seconds: float = 0.0
 
+    def __str__(self) -> str:
+        """The plan in a short paragraph; `meshwright.report.explain` shows all of it."""
+        return f"{self.plan} Planned in {self.seconds:.1f} s."
+
+    def __repr__(self) -> str:
+        return f"<{self}>"  # a dataclass would write its whole program out
+
     @classmethod
     def of(cls, result: SearchResult, cluster: Cluster) -> Planning:
         """What a search has found for a cluster."""

@@ -53,7 +53,8 @@ def _lines(considered: Iterable[Considered]) -> Iterator[str]:
         elif isinstance(one.what, str):
             others.append(str(one))
         elif one.schedule is None:
-            said.setdefault(one.words, []).append(one.what)
+            # A refusal names the number that it refuses.
+            said.setdefault(one.words.replace(f"refused microbatches={one.what}: ", "refused: "), []).append(one.what)
         elif one.seconds is not None:
             known = priced.setdefault(one.what, {})
             known[one.schedule] = min(one.seconds, known.get(one.schedule, inf))
