@@ -84,6 +84,9 @@ PROGRAMS = (
     Program(file="nanogpt", name="gpt2_xl", cluster="tpu-v5e:16"),
     Program(file="bert", name="bert_large", cluster="dgx-a100-40:1", batch=256),
     Program(file="unet", name="unet", cluster="dgx-a100-40:2", batch=256),
+    Program(file="vit", name="vit_l16", cluster="dgx-h100:4", batch=4096),
+    Program(file="vit", name="vit_g14", cluster="tpu-v5e:32", batch=4096),
+    Program(file="qwen3", name="qwen3_8b", cluster="dgx-h100:4", wanted_seconds=LARGE_SECONDS),
 )
 
 

@@ -16,6 +16,9 @@ a scatter-add at rows, and a sum over rows. Where indices reach is computed with
 block of rows has to read and write the same block of tokens (`order // k`). Any other use is refused, and the mixture
 stays as it is: its tokens are sorted on every device, and a warning says which line it was.
 
+Sizes may count rows behind the sort (`sorted_counts`), and keys may be ids of which those that are no group's, if there
+were any, would become the largest: programs of devices that have some of the experts, run as if one had all.
+
 What was found becomes one equation (`_jax.sorted_rows`), whose rule is composed of those inside (`sorted_rule`).
 
 Known limits: one key and its argsort, in one dim; nothing with a derivative of its own inside; that sizes count the
@@ -50,9 +53,11 @@ from .._jax.jaxpr import (
 )
 from .._jax.megablox import as_ragged_dot
 from .._jax.sorted_rows import SortedRows, one_equation, program_of
+from .local import ON_ELEMENTS
 from .order import Refused, followed
 from .ragged import is_ragged
 from .rules import ReplicationWarning
+from .sorted_counts import counting_before
 from .sorted_sums import linear_equations
 
 # Other views of keys, and what takes some of them.
@@ -95,6 +100,11 @@ def _replaced(jaxpr: Jaxpr, cuts: Sequence[int] = ()) -> tuple[Jaxpr, list[int]]
         sort = next((n for n, e in enumerate(equations) if _sorts(e) and e.outvars[0] is keys), None)
         if sort is None:  # it is inside of another mixture
             continue
+        here = _with(jaxpr, equations)
+        if (counted := counting_before(here, sort, _maker(here))) is not None:
+            equations = [equation for _, equation in counted]
+            places, changed = [places[n] for n, _ in counted], True
+            sort = next(n for n, e in enumerate(equations) if _sorts(e) and e.outvars[0] is keys)
         try:
             run = _run_of(_with(jaxpr, equations), sort)
         except Refused as refusal:
@@ -176,25 +186,24 @@ def _run_of(jaxpr: Jaxpr, sort: int) -> _Run | None:
     Raises:
       Refused: if it depends on the order of its rows.
     """
-    equations = jaxpr.eqns
+    equations, maker = jaxpr.eqns, _maker(jaxpr)
     made_by = {var: n for n, equation in enumerate(equations) for var in equation.outvars if not is_dropped(var)}
-
-    def maker(atom: Any) -> Equation | None:
-        return None if is_literal(atom) or atom not in made_by else equations[made_by[atom]]
-
     walk = followed(jaxpr, sort, maker)
     if not walk.products:
         return None
     if walk.refusal is not None:
         raise walk.refusal
-    # The keys, as whoever counts them has them.
-    chain: list[Any] = [equations[sort].invars[0]]
-    while (view := maker(chain[-1])) is not None and view.primitive.name in _VIEWS and _is_whole(view.invars[0]):
-        chain.append(view.invars[0])
-    counts: set[int] = set()
     of_groups = list(dict.fromkeys(equations[n].invars[_SIZES] for n in walk.products))
     if len({sizes.aval.shape for sizes in of_groups}) > 1:
         raise Refused("its products have different numbers of groups")
+    # The keys, as whoever counts them has them.
+    chain = _views(maker, equations[sort].invars[0])
+    ids, mapping = _ids_of(jaxpr, made_by, chain[-1], of_groups[0].aval.shape[0])
+    if ids and _is_index(maker, ids[-1]):  # else negative ones might be sorted behind all others
+        chain += ids
+    else:
+        mapping = set()
+    counts: set[int] = set()
     for sizes in of_groups:
         counts |= _counting(jaxpr, made_by, sizes, chain[-1], negative=not _is_index(maker, chain[-1]))
     inside = _with_tail(jaxpr, {sort, *walk.inside})
@@ -205,7 +214,7 @@ def _run_of(jaxpr: Jaxpr, sort: int) -> _Run | None:
             # A device counts its own rows.
             where = f"{equations[n].primitive.name} at {source_line(equations[n])}"
             raise Refused(f"{where} takes the sizes of groups, or what counts them, for values")
-    copied = {*counts, *(made_by[var] for var in chain[:-1])} - inside
+    copied = {*counts, *mapping, *(made_by[var] for var in chain[:-1])} - inside
     copied |= _constants(equations, made_by, inside | copied) - inside
     order = sorted(inside | copied)
     body = [equations[n] for n in order]
@@ -229,6 +238,69 @@ def _run_of(jaxpr: Jaxpr, sort: int) -> _Run | None:
         once=sums.once, groups=sums.groups,
     )  # fmt: skip
     return _Run(jaxpr=jaxpr, inside=sorted(inside), copied=copied, rows=rows)
+
+
+def _views(maker: Callable[[Any], Equation | None], keys: Any) -> list[Any]:
+    """Keys, and what they are views of."""
+    chain: list[Any] = [keys]
+    while (view := maker(chain[-1])) is not None and view.primitive.name in _VIEWS and _is_whole(view.invars[0]):
+        chain.append(view.invars[0])
+    return chain
+
+
+def _ids_of(jaxpr: Jaxpr, made_by: Mapping[Any, int], keys: Any, groups: int) -> tuple[list[Any], set[int]]:
+    """What keys are made of element by element and are equal to, where it is the number of a group: ids, of which those
+    that others work on may become larger than all.
+
+    Returns:
+      Views of the ids that keys are made of, and last the ids; and the equations that make keys of them. Both are empty
+      for other keys.
+    """
+    passed, ids, views, numbers = set[int](), set[Any](), list[Any](), _of_literals(jaxpr.eqns)
+    stack = [keys]
+    while stack:
+        var = stack.pop()
+        if is_literal(var) or made_by.get(var) in passed:
+            continue
+        equation = jaxpr.eqns[made_by[var]] if var in made_by else None
+        name = equation.primitive.name if equation is not None else ""
+        if equation is None or not (var in numbers or name in ON_ELEMENTS or name == "reshape"):
+            ids.add(var)
+            continue
+        if var in numbers and var.aval.size > 1 and (not equation.invars or equation.invars[0].aval.size > 1):
+            return [], set()  # of which another place has another one
+        if name == "reshape" and var not in numbers:
+            views.append(var)
+        passed.add(made_by[var])
+        stack += equation.invars
+    (found, *others) = ids or {None}
+    if found is None or others or not passed or found.aval.size != keys.aval.size or not _is_whole(found):
+        return [], set()
+    program = program_of(jaxpr, [jaxpr.eqns[n] for n in sorted(passed)], [found], [keys])
+    return ([*views, found], passed) if _are_equal(program, groups) else ([], set())
+
+
+# What was seen to leave the numbers of groups as they are, or not to.
+_EQUAL: dict[str, bool] = {}
+
+
+def _are_equal(program: ClosedJaxpr, groups: int) -> bool:
+    """Whether a program leaves its numbers as they are: seen on numbers of groups drawn at random, and all alike."""
+    text = f"{groups} {program}"
+    if text not in _EQUAL:
+        given = open_jaxpr(program).invars[0].aval
+        tried = [np.random.default_rng(0).integers(0, groups, given.shape)]
+        tried += [np.full(given.shape, round(group)) for group in np.linspace(0, groups - 1, _TRIED)]
+        with jax.ensure_compile_time_eval():
+            made = (evaluate(program, jnp.asarray(one, given.dtype))[0] for one in tried)
+            _EQUAL[text] = all(np.array_equal(np.ravel(a), np.ravel(b)) for a, b in zip(made, tried, strict=True))
+    return _EQUAL[text]
+
+
+def _maker(jaxpr: Jaxpr) -> Callable[[Any], Equation | None]:
+    """By a variable the equation that makes it."""
+    made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars if not is_dropped(var)}
+    return lambda atom: None if is_literal(atom) else made_by.get(atom)
 
 
 def _is_whole(atom: Any) -> bool:
@@ -315,9 +387,24 @@ def _are_counts(program: ClosedJaxpr, *, negative: bool) -> bool:
 
 
 def _constants(equations: Sequence[Equation], made_by: Mapping[Any, int], among: Iterable[int]) -> set[int]:
-    """Equations that make what some others read of no variables (zeros, positions)."""
-    read = (a for n in among for a in equations[n].invars if not is_literal(a) and a in made_by)
-    return {made_by[a] for a in read if all(map(is_literal, equations[made_by[a]].invars))}
+    """Equations that make what some others read of literals alone (zeros, positions)."""
+    numbers, found = _of_literals(equations), set[int]()
+    stack = [a for n in among for a in equations[n].invars]
+    while stack:
+        atom = stack.pop()
+        if not is_literal(atom) and atom in numbers and made_by[atom] not in found:
+            found.add(made_by[atom])
+            stack += equations[made_by[atom]].invars
+    return found
+
+
+def _of_literals(equations: Sequence[Equation]) -> set[Any]:
+    """Values that are made of literals alone."""
+    found = set[Any]()
+    for equation in equations:
+        if all(is_literal(a) or a in found for a in equation.invars):
+            found.update(equation.outvars)
+    return found
 
 
 def _with_tail(jaxpr: Jaxpr, inside: set[int]) -> set[int]:
