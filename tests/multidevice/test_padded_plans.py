@@ -108,6 +108,7 @@ def of_layers(scan: bool) -> list[PaddedDim]:
         ({"batch": 8}, {"preset": "megatron(tp=4, pp=2)", "microbatches": 2}),
         ({"batch": 16, "scan": True}, {"preset": "megatron(tp=2, pp=2)", "microbatches": 4}),
         ({"batch": 8}, {"mesh": {"x": 2, "y": 4}, "remat": "selective", "zero": 3}),
+        ({"batch": 16, "scan": True}, {"mesh": {"x": 2, "y": 4}, "zero": 2, "microbatches": 2, "stages": 1}),
         ({"batch": 30, "dropout": True}, {"mesh": {"x": 8}, "microbatches": 2, "stages": 1}),
         ({"batch": 15, "dropout": True}, {"submeshes": (4, 4)}),
         ({"batch": 15, "scan": True}, {"submeshes": (4, 4), "schedule": "gpipe"}),

@@ -28,6 +28,7 @@ MODELS: dict[str, Callable[[], Target]] = {
     ("model", "options"),
     [
         ("layers in a loop", {"stages": 1}),
+        ("one scan", {"stages": 1, "microbatches": 1}),
         ("one scan", {"stages": 1, "mesh": {"data": 4, "model": 2}}),
         ("one scan, rematerialised", {"stages": 1}),
         ("one scan, rematerialised", {"stages": 2}),
@@ -40,7 +41,7 @@ def test_numbers_are_those_of_one_device(model: str, options: dict[str, Any]) ->
     target = MODELS[model]()
     state, batch = drawn(target)
     options = options if "preset" in options else {**options, "zero": 2}
-    step = assert_as_on_one_device(target.step, state, batch, microbatches=2, steps=2, **options)
+    step = assert_as_on_one_device(target.step, state, batch, steps=2, **{"microbatches": 2, **options})
     assert any(p.scattered for stage in step.plan(state, batch).stages for p in stage.parameters)
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshwright._jax.accumulate import accumulate_in_scans
-from meshwright._jax.jaxpr import ClosedJaxpr, evaluate, open_jaxpr
+from meshwright._jax.jaxpr import ClosedJaxpr, evaluate, open_jaxpr, scan_parts
 from meshwright._jax.passes import trace_local
 
 ROWS, WIDTH = 5, 3
@@ -31,7 +31,7 @@ def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
 def stacks_of(closed: ClosedJaxpr) -> list[tuple[int, ...]]:
     """Shapes of what the one scan stacks."""
     (scan,) = (e for e in open_jaxpr(closed).eqns if e.primitive.name == "scan")
-    return [v.aval.shape for v in scan.outvars[scan.params["num_carry"] :]]
+    return [v.aval.shape for v in scan.outvars[scan_parts(scan).num_carry :]]
 
 
 def accumulated(function: Callable[..., Any], args: Sequence[jax.Array]) -> ClosedJaxpr:

@@ -37,7 +37,16 @@ from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
 from .local_value import LocalValue, planned_conversion
-from .microbatches import combined, finished, grown_dims, reduction_of, share_of_loss, summed_spec, to_be_added
+from .microbatches import (
+    combined,
+    finished,
+    grown_dims,
+    nothing_added,
+    reduction_of,
+    share_of_loss,
+    summed_spec,
+    to_be_added,
+)
 from .plan_of_program import algorithms_of, check_program, segments_of, settled_of
 
 
@@ -353,10 +362,7 @@ class LocalStep:
         made = zip(core.outvars, self._core_specs(), strict=False)
         loss, *sums = [jnp.zeros(s.local_shape(v.aval.shape, self._stage.sizes), v.aval.dtype) for v, s in made]
         kept = [x if d is None else jnp.zeros(()) for x, d in zip(sums, grown, strict=True)]
-        zeros = [
-            jnp.zeros(summed_spec(plan).local_shape(plan.shape, sizes), p.dtype)
-            for p, plan in zip(parameters, plans, strict=True)
-        ]
+        zeros = [nothing_added(p, plan, sizes) for p, plan in zip(parameters, plans, strict=True)]
         (value, grads, kept), stacked = lax.scan(trip, (loss, zeros, kept), (jnp.arange(count), rows))
         pieces = iter(stacked)
         aux = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -80,6 +82,22 @@ def to_be_added(gradient: Any, parameter: ParameterPlan, sizes: Mapping[str, int
     conversion = planned_conversion(Spec(parameter.use.dims, partial=parameter.use.broadcast), parameter.storage)
     # The barrier keeps it here: XLA's TPU compiler would scatter the sum of all microbatches in its place.
     return lax.optimization_barrier(run_conversion(gradient, conversion, sizes, differentiated=False))
+
+
+def nothing_added(used: jax.Array, parameter: ParameterPlan, sizes: Mapping[str, int]) -> jax.Array:
+    """Zeros, on one device, that gradients are added to.
+
+    Args:
+      used: the parameter on the device, as it is used.
+      parameter: which.
+      sizes: of the mesh.
+    """
+    if not parameter.scattered:
+        return jnp.zeros_like(used)
+    # Longer than the parameter's own shape where its dims are padded.
+    dims = zip(used.shape, parameter.use.dims, strict=True)
+    shape = tuple(extent * prod(sizes[axis] for axis in axes) for extent, axes in dims)
+    return jnp.zeros(parameter.storage.local_shape(shape, sizes), used.dtype)
 
 
 def grown_dims(program: Program) -> tuple[int | None, ...]:
