@@ -119,7 +119,10 @@ def solve_stated(plan: StatedPlan, traces: Traces, args: Sequence[Any], cluster:
         axes={name: ROLE_OF[name] for name in names},
         batch=batch_inputs(program, traces, args), sequence_parallel=plan.sequence_parallel, gathered=plan.zero == 3,
     )  # fmt: skip
-    constraints = Constraints() if plan.searched else Constraints(zero=plan.zero, roles=roles)
+    # Software that scatters gradients sums those of all microbatches once (torchtitan and Llama 3 under pipelines): the
+    # collectives of ZeRO 1. What it holds is the layout's.
+    zero = 1 if plan.zero == 2 else plan.zero
+    constraints = Constraints() if plan.searched else Constraints(zero=zero, roles=roles)
     staged, order, place_of = _stages(program, plan)
     kinds = {
         kind: _solve_kind(staged, staged.layers[place], plan, mesh, stage_cluster, constraints, order.count(kind))
