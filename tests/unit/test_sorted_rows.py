@@ -254,9 +254,64 @@ def test_what_depends_on_the_order_is_refused(why: str) -> None:
     assert [e.primitive.name for e in open_jaxpr(program).eqns].count("sorted_rows") == 0
 
 
+def with_another_count(of: Callable[[Any, Any], Any], length: int) -> Callable[..., Any]:
+    """A mixture beside which rows are counted behind the sort."""
+
+    def run(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+        order = jnp.argsort(ids.ravel())
+        counted = jnp.bincount(of(ids.ravel()[order], order), length=length).astype(x.dtype)
+        counts = jnp.bincount(ids.ravel(), length=EXPERTS)
+        made = jax.lax.ragged_dot(jax.lax.ragged_dot(x[order // K], up, counts), down, counts)
+        return jnp.zeros_like(x).at[order // K].add(made) * (counted @ jnp.arange(float(length)) ** 2)
+
+    return run
+
+
+def in_pairs(rows: Any, order: Any) -> Any:
+    blocks = rows.reshape(TOKENS, K)
+    return (blocks[:, :, None] + blocks[:, None, :]).ravel()
+
+
+BESIDE = {
+    "of two things of each row": with_another_count(lambda rows, order: 2 * rows + rows // 2, 4 * EXPERTS),
+    "of pairs within blocks of sorted rows": with_another_count(in_pairs, 2 * EXPERTS),
+    "of rows and what was brought back": with_another_count(
+        lambda rows, order: rows * EXPERTS + rows[jnp.argsort(order)], EXPERTS**2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", BESIDE.values(), ids=BESIDE)
+@pytest.mark.filterwarnings("ignore::meshwright.program.rules.ReplicationWarning")
+def test_counts_of_sorted_rows_are_what_they_were(run: Callable[..., Any]) -> None:
+    core = inline(jax.make_jaxpr(run)(*arguments()))
+    program, _ = with_sorted_rows(core, Boundaries())
+    assert jnp.allclose(evaluate(program, *arguments())[0], evaluate(core, *arguments())[0])
+
+
+@pytest.mark.filterwarnings("ignore::meshwright.program.rules.ReplicationWarning")
+def test_rows_as_they_were_are_not_promised_to_be_sorted() -> None:
+    def run(x: Any, ids: Any, weights: Any, up: Any, down: Any) -> Any:
+        order = jnp.argsort(ids.ravel())
+        ones = jnp.ones(TOKENS * K, jnp.int32)
+        counts = jax.ops.segment_sum(ones, ids.ravel()[order], EXPERTS, indices_are_sorted=True)
+        made = jax.lax.ragged_dot(jax.lax.ragged_dot(x[order // K], up, counts), down, counts)
+        return jnp.zeros_like(x).at[order // K].add(made)
+
+    core = inline(jax.make_jaxpr(run)(*arguments()))
+    program, _ = with_sorted_rows(core, Boundaries())
+    before, after = (
+        [e.params["indices_are_sorted"] for e in open_jaxpr(one).eqns if e.primitive.name == "scatter-add"]
+        for one in (core, program)
+    )
+    assert True in before
+    assert True not in after
+
+
 def test_sorts_that_are_no_mixtures_are_left_alone() -> None:
     def run(x: Any) -> Any:
-        return x[jnp.argsort(x)] * jnp.arange(x.size)
+        order = jnp.argsort(x)
+        return x[order] * jnp.arange(x.size) + jnp.bincount(x.astype(jnp.int32)[order], length=8)
 
     core = inline(jax.make_jaxpr(run)(jnp.arange(8.0)))
     with warnings.catch_warnings():
