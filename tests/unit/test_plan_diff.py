@@ -96,6 +96,14 @@ def test_storage_that_is_not_a_further_split_is_said_in_full() -> None:
     assert line.endswith("-> split x on dim 1, optimizer split x on dim 0")
 
 
+def test_gradients_that_are_scattered_in_each_microbatch_are_said() -> None:
+    kept = plan_of().stages[0].parameters
+    stored = replace(kept[0], use=Spec(((), ()), broadcast=frozenset({"x"})), storage=Spec((("x",), ())))
+    before, after = (plan_of(parameters=(replace(stored, scattered=one), *kept[1:])) for one in (False, True))
+    (line,) = diff_plans(before, after)
+    assert line.endswith("optimizer over x on dim 0, gradients scattered in each microbatch")
+
+
 def test_a_parameter_that_moves_to_another_stage() -> None:
     stage = plan_of().stages[0]
     parameters = stage.parameters

@@ -93,9 +93,10 @@ OPERATORS = st.builds(
 )  # fmt: skip
 PARAMETERS = SHAPES.flatmap(
     lambda shape: st.builds(
-        ParameterPlan, name=TEXTS, shape=st.just(shape), use=specs(len(shape)), storage=specs(len(shape))
+        ParameterPlan, name=TEXTS, shape=st.just(shape), use=specs(len(shape)), storage=specs(len(shape)),
+        scattered=st.booleans(),
     )
-)
+).map(lambda one: replace(one, scattered=one.scattered and bool(one.stored_axes)))  # fmt: skip
 INPUTS = SHAPES.flatmap(lambda shape: st.builds(InputPlan, name=TEXTS, shape=st.just(shape), spec=specs(len(shape))))
 REMATERIALISED = st.tuples(PATHS, st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2).map(tuple))
 STAGES = st.builds(
@@ -415,6 +416,15 @@ def test_a_part_of_a_parameter() -> None:
     assert plan_from_dict(plan_to_dict(plan)) == plan
     with pytest.raises(PlanError, match="as many as dim 0"):
         plan_from_dict(plan_to_dict(two_stages(parameters=(replace(part, rows=(8, 17)),))))
+
+
+def test_gradients_are_scattered_only_where_storage_is_split_further() -> None:
+    (stored,) = small_plan().stages[0].parameters
+    plan = two_stages(parameters=(replace(stored, scattered=True),))
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    whole = replace(stored, storage=Spec(stored.use.dims), scattered=True)
+    with pytest.raises(PlanError, match=r"parameters\[0\]\.scattered.*storage split over more axes"):
+        plan_from_dict(plan_to_dict(two_stages(parameters=(whole,))))
 
 
 @pytest.mark.parametrize(

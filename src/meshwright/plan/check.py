@@ -94,11 +94,8 @@ def _check_shapes(stage: Stage, source: str, place: str) -> None:
             needed = f"as many as dim {dim} of the shape {parameter.shape}"
             raise refusal(source, f"{place}.parameters[{i}].rows", f"the rows {rows[0]}:{rows[1]}", needed)
         if parameter.scattered and not parameter.stored_axes:
-            got, needed = (
-                "gradients that are scattered",
-                "a storage split over more axes than the use, or scattered: false",
-            )
-            raise refusal(source, f"{place}.parameters[{i}].scattered", got, needed)
+            needed = "false, or a storage split over more axes than the use"
+            raise refusal(source, f"{place}.parameters[{i}].scattered", "true", needed)
     for where, shape, spec in _placed(stage):
         if len(spec.dims) != len(shape):
             needed = f"{len(shape)}, as the shape {shape} has"

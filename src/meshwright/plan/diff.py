@@ -281,7 +281,8 @@ def _by_name(
 def _parameter_words(parameter: ParameterPlan) -> str:
     beyond = optimizer_words(parameter)
     rows = f"rows {_range(parameter.rows)} " if parameter.rows is not None else ""
-    return rows + spec_words(parameter.use) + (f", optimizer {beyond}" if beyond else "")
+    scattered = ", gradients scattered in each microbatch" if parameter.scattered else ""
+    return rows + spec_words(parameter.use) + (f", optimizer {beyond}" if beyond else "") + scattered
 
 
 def _input_words(given: InputPlan) -> str:

@@ -217,16 +217,17 @@ def _memory(stage: Stage) -> str:
 
 def _parameters(stage: Stage, width: int) -> str:
     """A row for all parameters that differ in the numbers of their names only."""
-    groups: dict[tuple[str, tuple[int, ...], Spec, Spec], list[str]] = {}
-    of: dict[tuple[str, tuple[int, ...], Spec, Spec], ParameterPlan] = {}
+    groups: dict[tuple[str, tuple[int, ...], Spec, Spec, bool], list[str]] = {}
+    of: dict[tuple[str, tuple[int, ...], Spec, Spec, bool], ParameterPlan] = {}
     for p in stage.parameters:
-        key = (name_pattern(p.name), p.shape, p.use, p.storage)
+        key = (name_pattern(p.name), p.shape, p.use, p.storage, p.scattered)
         groups.setdefault(key, []).append(p.name)
         of.setdefault(key, p)
     rows = [
         (
             common_name(names), str(len(names)), _shape(p.shape), _layout(p.shape, p.use),
-            optimizer_words(p) or "as the parameter", " ".join(sorted(p.use.broadcast)) or "-",
+            optimizer_words(p) or "as the parameter",
+            (" ".join(sorted(p.use.broadcast)) or "-") + ", in each microbatch" * p.scattered,
         )
         for names, p in ((names, of[key]) for key, names in groups.items())
     ]  # fmt: skip
