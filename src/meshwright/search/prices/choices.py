@@ -91,12 +91,8 @@ def loop_rows(graph: Graph, value: int) -> LoopRows | None:
         if operator.name == "scan_slice":
             return LoopRows(0, made)
         if operator.name in ("convert_element_type", "transpose") and (found := loop_rows(graph, made)) is not None:
-            dims = operator.rule.operands[0]
-            return (
-                found
-                if operator.name != "transpose"
-                else found._replace(dim=dims.index(operator.rule.results[0][found.dim]))
-            )
+            # Neither cuts or joins dims: one of the operand has the same factors.
+            return found._replace(dim=operator.rule.operands[0].index(operator.rule.results[0][found.dim]))
     return None
 
 
