@@ -18,8 +18,8 @@ POSITIONS = 32
 
 
 def test_a_prefix_sum_of_constants_is_made_once_for_each_reader() -> None:
-    """Its terms are reached in many ways: written out as a tree, the 145 operators were 23,099 equations, and four times
-    as many for twice the positions."""
+    """Its terms are reached in many ways: written out as a tree, the 145 operators were 23,099 equations, and four
+    times as many for twice the positions."""
 
     def step(weights: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
