@@ -78,7 +78,7 @@ def test_no_other_results_would_take_less(program: list[tuple[str, int, int]], p
         v for op in region for v in op.results
         if v is not None and any(user not in numbers for user, _ in graph.consumers.get(v, ()))
     }  # fmt: skip
-    found = kept_results(graph, region, 1, later, price)
+    (found,) = kept_results(graph, region, 1, later, [price])
     # Derivatives that read the operator's own result read it before it is kept.
     able = [op.path for op in region if op.name not in ("exp", "tanh", "reduce_max")]
     subsets = chain.from_iterable(combinations(able, size) for size in range(len(able) + 1))
@@ -105,7 +105,7 @@ def test_products_are_kept_and_what_is_between_them_is_not() -> None:
     closed = eliminate_dead_code(inline(jax.make_jaxpr(layer)(array(positions, width), *weights)))
     graph = build_graph(closed, Rules(), parameters=range(1, 6), losses=[0])
     region = inside(graph, (0, len(open_jaxpr(closed).eqns) - 1))
-    kept = kept_results(graph, region, 1, (), 6.0)
+    (kept,) = kept_results(graph, region, 1, (), [6.0])
     marked = rematerialise(graph, Segments({(): ((0, len(region)),)}, kept))
     again = [graph.operators[index] for index in needed_again(marked)[0]]
     products = [op for op in again if op.matmul]

@@ -18,8 +18,8 @@ from meshwright.cost.collective import collective_seconds
 from meshwright.errors import PlanError
 from meshwright.program.build import build_graph
 from meshwright.program.cut import Cutter
+from meshwright.program.ladder import ALL
 from meshwright.program.rules import Rules
-from meshwright.program.segments import ALL
 from meshwright.program.staged import StagedProgram, merge_scans, staged_program
 from meshwright.program.trace import trace_program
 from meshwright.search.inter.problem import Crossing

@@ -22,6 +22,8 @@ are rounded to a 2^18th of the largest.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -89,11 +91,29 @@ def is_opaque(graph: Graph, operator: Operator, price: float) -> bool:
     return moved_again(graph, operator) > price * made
 
 
+class _Network(NamedTuple):
+    """A region as a flow has it. Its operators and values have numbers of their own.
+
+    Args:
+      again: of each operator the bytes moved where it runs again.
+      read: of each operator the values that it reads.
+      made: of each value the operator that makes it.
+      held: of each value the bytes that keeping it takes; None where it cannot be kept.
+      wanted: the values that the backward pass reads.
+    """
+
+    again: tuple[float, ...]
+    read: tuple[tuple[int, ...], ...]
+    made: tuple[int, ...]
+    held: tuple[float | None, ...]
+    wanted: tuple[int, ...]
+
+
 def kept_results(
-    graph: Graph, region: Sequence[Operator], level: int, known: Collection[int], price: float
-) -> frozenset[Path]:
-    """Paths of the operators of a region whose results are kept, so that what they take and what runs again is the
-    least.
+    graph: Graph, region: Sequence[Operator], level: int, known: Collection[int], prices: Sequence[float]
+) -> list[frozenset[Path]]:
+    """For each of some prices the paths of the operators of a region whose results are kept, so that what they take and
+    what runs again is the least.
 
     Args:
       graph: of the program.
@@ -101,7 +121,7 @@ def kept_results(
       level: how many numbers the paths of those have whose results can be kept: others are nested deeper.
       known: values that leave the region: they are held for their readers, so that no bytes are charged for them, but
         the region makes them again unless they are kept for it too.
-      price: bytes moved again for a byte that is not kept.
+      prices: bytes moved again for a byte that is not kept.
     """
     made_by = {value: at for at, op in enumerate(region) for value in op.results if value is not None}
     read = {value for op in region for value in read_by_backward(graph, op) if value in made_by}
@@ -115,28 +135,42 @@ def kept_results(
             operands = region[made_by[value]].operands
             stack.extend(v for v in operands if v is not None and v in made_by)
     operators = sorted({made_by[value] for value in values})
-    again = {at: moved_again(graph, region[at]) for at in operators}
-    sizes = {v: float(graph.values[v].bytes * region[made_by[v]].repeats) * (v not in known) for v in values}
-    keep = {value: price * size for value, size in sizes.items()}
-    unit = max([*again.values(), *keep.values(), 1.0]) / _RESOLUTION
-    # One place for each value, that it is there for the backward pass, and for each operator, that it runs again.
-    source, sink = 0, 1 + len(values) + len(operators)
-    place = {at: 1 + len(values) + number for number, at in enumerate(operators)}
-    edges: dict[tuple[int, int], int] = {}
-    for value, number in values.items():
+    place = {at: number for number, at in enumerate(operators)}
+
+    def held(value: int) -> float | None:
         maker = region[made_by[value]]
         named = (maker.matmul and maker.name not in _OPAQUE) or maker.name in _KEPT_BY_NAME
-        can_be_kept = named and len(maker.path) == level and not maker.is_link
-        edges[1 + number, place[made_by[value]]] = round(keep[value] / unit) if can_be_kept else _NEVER
-        if value in read:
-            edges[source, 1 + number] = _NEVER
-    for at in operators:
-        edges[place[at], sink] = round(again[at] / unit)
-        for operand in region[at].operands:
-            if operand in values:
-                edges[place[at], 1 + values[operand]] = _NEVER
-    if not edges:
-        return frozenset()
+        if not named or len(maker.path) != level or maker.is_link:
+            return None
+        return float(graph.values[value].bytes * maker.repeats) * (value not in known)
+
+    network = _Network(
+        again=tuple(moved_again(graph, region[at]) for at in operators),
+        read=tuple(tuple(values[v] for v in region[at].operands if v is not None and v in values) for at in operators),
+        made=tuple(place[made_by[value]] for value in values), held=tuple(map(held, values)),
+        wanted=tuple(sorted(values[value] for value in read)),
+    )  # fmt: skip
+    paths = [region[at].path for at in operators]
+    return [frozenset(paths[at] for at in _kept_in(network, price)) for price in prices]
+
+
+# Layers are alike, and ranges of layers hold the same ones.
+@lru_cache(maxsize=1 << 12)
+def _kept_in(network: _Network, price: float) -> tuple[int, ...]:
+    """The operators of a region whose results are kept at a price."""
+    count = len(network.made)
+    keep = [None if held is None else price * held for held in network.held]
+    unit = max([*network.again, *(one for one in keep if one is not None), 1.0]) / _RESOLUTION
+    # One place for each value, that it is there for the backward pass, and for each operator, that it runs again.
+    source, sink = 0, 1 + count + len(network.again)
+    edges: dict[tuple[int, int], int] = {(source, 1 + value): _NEVER for value in network.wanted}
+    for value, (maker, cost) in enumerate(zip(network.made, keep, strict=True)):
+        edges[1 + value, 1 + count + maker] = _NEVER if cost is None else round(cost / unit)
+    for operator, (cost, read) in enumerate(zip(network.again, network.read, strict=True)):
+        edges[1 + count + operator, sink] = round(cost / unit)
+        edges.update({(1 + count + operator, 1 + value): _NEVER for value in read})
+    if not count:
+        return ()
     rows, columns = np.array([*edges]).T
     capacities = np.array([*edges.values()], dtype=np.int32)
     flow_graph = csr_array((capacities, (rows, columns)), shape=(sink + 1, sink + 1), dtype=np.int32)
@@ -144,8 +178,11 @@ def kept_results(
     left = (flow_graph - flow).tocsr()
     left.eliminate_zeros()
     there = set(breadth_first_order(left, source, return_predecessors=False).tolist())
-    return frozenset(
-        region[made_by[value]].path
-        for value, number in values.items()
-        if 1 + number in there and place[made_by[value]] not in there
-    )
+    return tuple(
+        sorted(
+            {
+                maker for value, maker in enumerate(network.made)
+                if 1 + value in there and 1 + count + maker not in there
+            }
+        )
+    )  # fmt: skip

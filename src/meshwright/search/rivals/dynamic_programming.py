@@ -70,9 +70,9 @@ def _balanced(stages: Stages, count: int, budget: Budget) -> dict[int, _Stages]:
     counts = range(1, min(layers, devices) + 1) if stages.stage_counts is None else stages.stage_counts
 
     @cache
-    def sums(kind: Submesh, mesh: int, remat: int) -> np.ndarray:
+    def sums(kind: Submesh, mesh: int, share: float) -> np.ndarray:
         """Of all layers before each layer, on a kind of submesh, and of all: seconds, and bytes as of `_alone`."""
-        choices = (_layer_choice(count, layer, kind, mesh, remat) for layer in range(layers))
+        choices = (_layer_choice(stages, count, layer, kind, mesh, share) for layer in range(layers))
         each = (_alone(stages, choice) if not budget.over else (inf, inf, inf) for choice in choices)
         return np.cumsum([(0.0, 0.0, 0.0), *each], axis=0)
 
@@ -113,12 +113,14 @@ def _balanced(stages: Stages, count: int, budget: Budget) -> dict[int, _Stages]:
     return {n: one for n, one in found.items() if ends is None or [stage.last for stage in one.stages] == list(ends)}
 
 
-def _levels(stages: Stages, count: int, stage: StageChoice) -> list[tuple[int, int, int]]:
-    """How far up its ladder of rematerialisation each range of a stage's layers is, with its bounds: as large a share
-    of the layers as of the segments."""
-    above, below, share = stages.ladder(count, stage.first, stage.last).levels(stage.remat)
-    bound = stage.first + round((stage.last - stage.first) * share)
-    return [(above, stage.first, bound), (below, bound, stage.last)]
+def _levels(stages: Stages, count: int, stage: StageChoice) -> list[tuple[float, int, int]]:
+    """How far up its ladder of rematerialisation each range of a stage's layers is, as of `Ladder.share_of`, with its
+    bounds: as large a share of the layers as of the segments."""
+    ladder = stages.ladder(count, stage.first, stage.last)
+    above, below, first = ladder.levels(stage.remat)
+    bound = stage.first + round((stage.last - stage.first) * first / max(ladder.segments, 1))
+    shares = [ladder.share_of(ladder.segments * rung) for rung in (above, below)]
+    return [(shares[0], stage.first, bound), (shares[1], bound, stage.last)]
 
 
 def _mesh_beside(stages: Stages, count: int, stage: StageChoice) -> int | None:
@@ -129,9 +131,11 @@ def _mesh_beside(stages: Stages, count: int, stage: StageChoice) -> int | None:
     return beside.index(meshes[stage.mesh]) if meshes[stage.mesh] in beside else None
 
 
-def _layer_choice(count: int, layer: int, submesh: Submesh, mesh: int, remat: int) -> Choice:
+def _layer_choice(stages: Stages, count: int, layer: int, submesh: Submesh, mesh: int, share: float) -> Choice:
+    """A layer so far up its ladder."""
     # Beside another stage: a layer alone is no plan of one stage.
-    one = StageChoice(layer, layer + 1, submesh, mesh, remat)
+    ladder = stages.costs_in(count, alone=False).solver.ladder(layer, layer + 1)
+    one = StageChoice(layer, layer + 1, submesh, mesh, ladder.number_at(share))
     return Choice(count, (one, one))
 
 
@@ -157,8 +161,8 @@ def _as_alone(stages: Stages, choice: Choice, number: int) -> LayoutNumbers | No
     if mesh is None:
         return None
     levels = _levels(stages, choice.microbatches, stage)
-    for level, layer in ((level, layer) for level, first, last in levels for layer in range(first, last)):
-        alone = _layer_choice(choice.microbatches, layer, stage.submesh, mesh, level)
+    for share, layer in ((share, layer) for share, first, last in levels for layer in range(first, last)):
+        alone = _layer_choice(stages, choice.microbatches, layer, stage.submesh, mesh, share)
         fastest = stages.layouts(alone, 0).problem.fastest
         if fastest.choices is not None:
             wanted |= stages.operators(alone, 0, fastest.choices)

@@ -25,7 +25,7 @@ class StageChoice(NamedTuple):
       last: one past its last layer.
       submesh: its devices.
       mesh: number of its logical mesh among those of the submesh.
-      remat: the way to rematerialise it (`program.segments`).
+      remat: the way to rematerialise it (`program.ladder`).
       layouts: of each node of its intra-operator problem the number of the choice; None for those that the integer
         program finds within the memory of a device.
     """

@@ -12,7 +12,7 @@ from math import isfinite
 
 from ...cluster import LogicalMesh
 from ...errors import PlanError
-from ...program.segments import ALL, NONE, SELECTIVE, Ladder
+from ...program.ladder import ALL, NONE, SELECTIVE, Ladder
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import Kinds, meshes_alone
 from ..inter.submeshes import Submesh, Submeshes
@@ -157,7 +157,7 @@ class Stages:
         return self._kinds.meshes[self._kinds[submesh]]
 
     def remats(self, microbatches: int, first: int, last: int) -> tuple[int, ...]:
-        """The ways to rematerialise a stage of these layers (`program.segments`), from nothing to everything."""
+        """The ways to rematerialise a stage of these layers (`program.ladder`), from nothing to everything."""
         ladder, wish = self.ladder(microbatches, first, last), self.request.remat
         if wish is None:
             return tuple(range(ladder.top + 1))

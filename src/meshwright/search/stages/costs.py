@@ -17,13 +17,14 @@ from math import inf, isfinite
 
 import numpy as np
 
+from ...program.ladder import MIDDLE
 from ...program.staged import StagedProgram
 from ..inter.logical_meshes import Kinds, WantedMesh
 from ..inter.problem import Crossing, InterOpProblem, Option, PlacedStage, best_of, loose_ends
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import ParameterInfo
 from ..restrictions.constraints import Constraints
-from .estimates import SELECTIVE_SHARE, StageEstimates
+from .estimates import StageEstimates
 from .repeated_blocks import in_parts
 from .reserve import MemoryReserve
 from .solved import SolvedStage, better_of
@@ -32,7 +33,7 @@ from .solver import RANGE_GAP, Place, StageSolver
 # To find how many of a range's segments are best computed again, the first step is this share of them, so many numbers
 # are looked at, and none near one that takes so many times what another way does. With 16, no bound and no bound a
 # search of gpt3-1.3b for 8 V100s solved 91 ranges instead of 32, in 1.4 times the time, and found the same step.
-_STEPS, _TRIES, _MUCH = 8, 3, 1.05
+_STEPS, _TRIES, _MUCH = 24, 3, 1.05
 
 
 class StageCosts:
@@ -341,10 +342,9 @@ class StageCosts:
         faster than `best` seconds of a step."""
         ladder = self.solver.ladder(place.first, place.last)
         at = ladder.number_at(again)
-        some = again not in (0.0, SELECTIVE_SHARE, 1.0)
+        some = again not in (0.0, MIDDLE, 1.0)
         if some and at in (0, ladder.top):
             return None  # its parts have more segments than the range, or more rungs
-        leg = ladder.leg(at)
         found: dict[int, SolvedStage | None] = {}
 
         def seconds(remat: int) -> float:
@@ -353,13 +353,13 @@ class StageCosts:
             stage = found[remat]
             return inf if stage is None else self.estimates.step_seconds(option_of(stage))
 
-        step = max(ladder.segments // _STEPS, 1) if some else 0
+        step = max(ladder.top // _STEPS, 1) if some else 0
         while step and len(found) < _TRIES:
             # What does not fit may do so with more; what is much slower than another way is not looked into.
             here = seconds(at)
             if here > _MUCH * best and isfinite(here):
                 break
-            near = [one for one in (at + step, at - step) if one in leg and (one > at or isfinite(here))]
+            near = [one for one in (at + step, at - step) if 0 < one < ladder.top and (one > at or isfinite(here))]
             better = next((one for one in near if seconds(one) < here), None)
             if better is not None:
                 at = better

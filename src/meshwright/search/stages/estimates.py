@@ -29,7 +29,7 @@ from math import ceil, inf, log
 
 import numpy as np
 
-from ...program.segments import ALL, LEGS, NONE, SELECTIVE
+from ...program.ladder import ALL, MIDDLE, NONE, SELECTIVE
 from ...program.staged import StagedProgram
 from ..inter.problem import Option, best_of
 from .range_table import (
@@ -63,12 +63,13 @@ _NEAR = 1.25
 _WORTH = 1.02
 
 # How far a range is between nothing and all, as of `Ladder.number_at`.
-SELECTIVE_SHARE = 2 / 3
-_SHARES = {NONE: 0.0, SELECTIVE: SELECTIVE_SHARE, ALL: 1.0}
+_SHARES = {NONE: 0.0, SELECTIVE: MIDDLE, ALL: 1.0}
 
-# In place of one of these: as few segments as fit are higher than others, on any rung, or on the lower one. The fewest
-# bytes are those of all of them.
+# In place of one of these: as far up as fits, between nothing and this one. The fewest bytes are those of this one.
 _MIXED, _MIXED_SELECTIVE = -ALL, -SELECTIVE
+
+# What such a way is between: seconds and bytes there are taken to lie on a line. (What a ladder has there is no worse.)
+_LEGS = ((NONE, SELECTIVE), (SELECTIVE, ALL))
 
 
 class StageEstimates:
@@ -359,8 +360,9 @@ class StageEstimates:
                 if remat == SELECTIVE:
                     fastest = self._of_share(self._sums(kind, number, SELECTIVE, 0, 1.0, ranges), share, SELECTIVE)
                     selective_does = seconds <= self._same * (fastest[FORWARD] + fastest[BACKWARD])
-                # Where memory does not bind there is nothing to gain by computing anything twice.
-                open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * limits))
+                if remat == NONE:
+                    # Where memory does not bind there is nothing to gain by computing anything twice.
+                    open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * limits))
             if not looked_at:
                 left.append((number, np.where(low <= most, weight, np.inf)))
         fit = np.isfinite(best[0]).any(axis=0)
@@ -432,11 +434,10 @@ class StageEstimates:
         self, kind: int, number: int, remat: int, about: float, others: Sequence[float], times: np.ndarray,
         share: float, ranges: Ranges, wanted: np.ndarray, limits: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
-        """As `_least_price`, where some segments are a rung higher up the ladder than others, at the price at which
-        that takes the fewest seconds."""
+        """As `_least_price`, between two rungs of the ladder, at the price at which that takes the fewest seconds."""
         found = np.full((FIELDS, *wanted.shape), np.inf)
         first, last = ranges
-        segments = self._sums.segments[last] - self._sums.segments[first]
+        steps = self._sums.steps[:, last] - self._sums.steps[:, first]
         for price in range(len(self._prices) + 1):
             level = about if price else 1.0
             ways = {
@@ -444,13 +445,13 @@ class StageEstimates:
                 for way in (NONE, SELECTIVE, ALL)
                 if way <= -remat
             }
-            plain, again = ways[NONE], ways[-remat]
+            below, again = next(ways[low] for low, high in _LEGS if high == -remat), ways[-remat]
             take = np.zeros(wanted.shape, bool)
-            for leg, (below, above) in enumerate(LEGS):
-                if above not in ways:
+            for leg, (low, high) in enumerate(_LEGS):
+                if high not in ways:
                     continue
-                now = mixed(ways[below], ways[above], limits, times, segments)
-                now[AGAIN] = (leg + now[AGAIN]) / len(LEGS)
+                now = mixed(ways[low], ways[high], limits, times, steps[leg])
+                now[AGAIN] = _SHARES[low] + (_SHARES[high] - _SHARES[low]) * now[AGAIN]
                 seconds = now[FORWARD] + now[BACKWARD]
                 better = wanted & (seconds < found[FORWARD] + found[BACKWARD]) & (seconds <= most)
                 found[:, better] = now[:, better]
@@ -460,9 +461,8 @@ class StageEstimates:
                 break  # at higher prices what fits is slower
         if self.solver.alone:
             # A few segments may need less beside what is kept than all of them do, or than their parts.
-            half = np.repeat((plain + again)[:, None] / 2, len(times), axis=1)
+            half = np.repeat((below + again)[:, None] / 2, len(times), axis=1)
             near = wanted & np.isinf(found[FORWARD]) & (held <= _NEAR * limits)
-            half[AGAIN] = (LEGS.index((NONE, -remat)) + 0.5) / len(LEGS)
             half[CONSTANT] = np.minimum(half[CONSTANT], limits - times * half[KEPT])
             found[:, near] = half[:, near]
         return found

@@ -72,7 +72,7 @@ class PartRows:
 
         Args:
           place: of the part.
-          remat: the way to rematerialise it (`program.segments`).
+          remat: the way to rematerialise it (`program.ladder`).
 
         Raises:
           OutOfTime: if it is late.
@@ -104,7 +104,7 @@ class PartRows:
 
         Args:
           place: of the part.
-          remat: the way to rematerialise it (`program.segments`).
+          remat: the way to rematerialise it (`program.ladder`).
           prices: in seconds a byte, all of them: they are found out together.
           number: 0 for no price, else from 1 which one.
           in_flight: microbatches.

@@ -6,8 +6,9 @@ from functools import partial
 
 from ...program.cut import Cut, whole_cut
 from ...program.graph import Graph
+from ...program.ladder import Ladder, ladder_of
 from ...program.residuals import kept_in_one_program, kept_values
-from ...program.segments import Ladder, Segments, ladder_of, layer_segments, rematerialise
+from ...program.segments import Segments, layer_segments, rematerialise
 from ...program.staged import StagedProgram
 from ..intra.problem import trips_of
 from ..intra.workspace import Workspace, workspace_of

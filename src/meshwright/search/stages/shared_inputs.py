@@ -24,7 +24,7 @@ class SharedInputs:
     Args:
       solver: of the program whose layers are the parts.
       starts: of each layer its first part, and the number of parts.
-      remat: the way to rematerialise each part (`program.segments`).
+      remat: the way to rematerialise each part (`program.ladder`).
       loosely: whether a value counts as kept wherever it is made or received. Sums are then lower bounds: where nobody
         keeps it, a range may keep something smaller that it is made from.
     """

@@ -23,7 +23,7 @@ class SolvedStage:
       problem: with its graph.
       chosen: its solution.
       mesh: logical mesh.
-      remat: the way to rematerialise it (`program.segments`).
+      remat: the way to rematerialise it (`program.ladder`).
       segments: what is rematerialised, by paths of the solved cut.
       seconds: of the solution.
     """

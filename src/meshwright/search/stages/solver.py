@@ -10,9 +10,10 @@ from typing import Any
 
 from ...program.cut import Cut
 from ...program.graph import Graph
+from ...program.ladder import ALL, Ladder
 from ...program.parameter_values import values_of_parameters
 from ...program.residuals import kept_in_one_program
-from ...program.segments import ALL, Ladder, Segments
+from ...program.segments import Segments
 from ...program.staged import StagedProgram
 from ...solve import Infeasible, Unsolved
 from ..inter.logical_meshes import Kinds
@@ -254,7 +255,7 @@ class StageSolver:
 
         Args:
           place: the range and where it runs.
-          remat: the way to rematerialise it (`program.segments`).
+          remat: the way to rematerialise it (`program.ladder`).
           prices: in seconds per byte, each with the microbatches in flight.
           gap: at which to stop, relative to the seconds.
         """
@@ -295,7 +296,7 @@ class StageSolver:
 
         Args:
           place: the range and where it runs.
-          remat: the way to rematerialise it (`program.segments`).
+          remat: the way to rematerialise it (`program.ladder`).
           in_flight: microbatches.
           limit: bytes on a device.
           gap: relative, at which to stop.
@@ -319,7 +320,7 @@ class StageSolver:
 
         Args:
           place: the range and where it runs.
-          remat: the way to rematerialise it (`program.segments`).
+          remat: the way to rematerialise it (`program.ladder`).
           layouts: of each node of its problem the number of the choice.
         """
         built = self.problem(place, remat)
@@ -333,7 +334,7 @@ class StageSolver:
 
         Args:
           place: the range and where it runs.
-          remat: the way to rematerialise it (`program.segments`).
+          remat: the way to rematerialise it (`program.ladder`).
           in_flight: microbatches.
           limit: bytes on a device.
           loosely: whether what forests find will do, wherever they find anything; the bound is then as far as it is.
@@ -351,7 +352,7 @@ class StageSolver:
 
         Args:
           place: the range and where it runs.
-          remat: the way to rematerialise it (`program.segments`).
+          remat: the way to rematerialise it (`program.ladder`).
           in_flight: microbatches.
           limit: bytes on a device.
           stages: of the device: they run in turn, and share a workspace.

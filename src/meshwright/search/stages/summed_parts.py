@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ...program.ladder import SELECTIVE
 from .part_rows import AT_LEAST, PartRow, PartRows
 from .range_table import CONSTANT, Ranges
 from .shared_inputs import SharedInputs
@@ -68,10 +69,12 @@ class SummedParts:
         self._known: dict[tuple[int, int, int, int, float], np.ndarray] = {}
 
     @cached_property
-    def segments(self) -> np.ndarray:
-        """How many segments the parts up to each layer can rematerialise."""
-        each = [self._solver.ladder(part, part + 1).segments for part in range(int(self._starts[-1]))]
-        return np.cumsum([0, *each])[self._starts]
+    def steps(self) -> np.ndarray:
+        """How many ways to rematerialise the ladders of the parts up to each layer have, below the middle and above it:
+        `[2, layers + 1]`."""
+        ladders = [self._solver.ladder(part, part + 1) for part in range(int(self._starts[-1]))]
+        each = [(one.number(SELECTIVE), one.top - one.number(SELECTIVE)) for one in ladders]
+        return np.cumsum([(0, 0), *each], axis=0).T[:, self._starts]
 
     def least_bytes(self, kind: int, number: int, remat: int, ranges: Ranges) -> np.ndarray:
         """Bytes on a device that no layout of a range is below: throughout, for each microbatch in flight, and while

@@ -1,0 +1,312 @@
+"""The ways to rematerialise a program, from nothing to all of it: how much is kept, and what is computed again for it.
+
+Not all of a segment need be computed again: of what the backward pass reads, what is dear to make may be kept. Minimum
+cuts at ascending prices of memory (`kept_results`) are so many ways to rematerialise a segment, each of which keeps
+less than the one before: the rungs of a `Ladder`. What goes at one price may go one result after the other: products of
+the same number of terms are equally dear, and a loop is one segment, of which the first few trips cannot be on another
+rung than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+from sys import maxsize
+
+from .graph import Graph, Operator, Path
+from .kept_results import is_opaque, kept_results, moved_again
+from .parameter_values import values_of_parameters
+from .residuals import kept_values
+from .segments import Runs, Segments, rematerialise
+
+# Ways to rematerialise a range: nothing; every segment on the middle rung of its ladder, where it keeps what is dear to
+# make; and every one on the last rung, where it keeps nothing but what enters it.
+NONE, SELECTIVE, ALL = 0, maxsize // 2, maxsize
+
+# Of the way up a ladder, how much is below the middle rung.
+MIDDLE = 0.5
+
+# Of shares that are computed.
+_ROUNDING = 1e-6
+
+# Of the middle rung: bytes moved again for a byte that is not kept (`kept_results`). Chosen, not measured: in 16 bits a
+# product takes that much whose sums have 600 terms; scores of attention, of 64 or 128, take less with all around them.
+SELECTIVE_PRICE = 6.0
+
+# Of all rungs but the last. At a quarter of the middle one's price little more is made again than compilers would make
+# again by themselves, at 256 times that price all but the longest of sums: convolutions of U-Nets have 11,000 terms.
+PRICES = tuple(SELECTIVE_PRICE * 2.0**power for power in range(-2, 9))
+
+# A rung that keeps more than this share of what nothing rematerialised keeps is none. GPT-3's and Llama's middle ones
+# keep a third and less; with fused attention Llama's stages 0.87 to 0.90 (which is 7 % of the step of 70B on 128
+# H100s), and stages of GPT-3 all. What networks of convolutions keep there is each result of one, 1.0 and more.
+MOST_KEPT = 0.95
+
+# What a rung keeps less than the one before, as a share of that, or it is none. Chosen, not measured.
+_LESS = 0.02
+
+# Where there are fewer segments than this, results that go at one price go one after the other, on rungs of their own:
+# a loop is one segment, and products with the same number of terms all go at once. Chosen, not measured.
+_MANY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Rung:
+    """A way to rematerialise one segment.
+
+    Args:
+      level: of its equations.
+      runs: of them.
+      kept: of those the ones whose results are kept.
+    """
+
+    level: Path
+    runs: tuple[tuple[int, int], ...]
+    kept: frozenset[Path] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The ways to rematerialise a program.
+
+    Each segment is on no rung, or on one that keeps less than those below it. A program may be between two rungs: the
+    first segments on the higher one, the others on the lower one, since what is made first waits longest for the
+    backward pass. These ways have numbers: none (0), the first segment on the first rung, the first two, and so on
+    until all are; then the first on the second rung and the others on the first; up to all on the last rung.
+
+    Args:
+      rungs: a way for each segment, what keeps most first. None where nothing can be rematerialised.
+      middle: how many of them are up to the one that keeps what is dear to make; the last one where there is none.
+    """
+
+    rungs: tuple[tuple[_Rung, ...], ...]
+    middle: int = 0
+
+    @property
+    def segments(self) -> int:
+        """How many segments there are."""
+        return len(self.rungs[0]) if self.rungs else 0
+
+    @property
+    def top(self) -> int:
+        """The largest number: all segments on the last rung."""
+        return self.segments * len(self.rungs)
+
+    def number(self, remat: int) -> int:
+        """The number that a number, SELECTIVE or ALL stands for."""
+        return self.segments * self.middle if remat == SELECTIVE else min(remat, self.top)
+
+    def number_at(self, share: float) -> int:
+        """The number that is so far between none (0) and all segments on the last rung (1); at MIDDLE all are on the
+        middle one, and on both sides of it numbers are at equal distances. The next number up where it is between."""
+        middle = self.number(SELECTIVE)
+        if share <= MIDDLE:
+            return ceil(share / MIDDLE * middle - _ROUNDING)
+        return middle + ceil((share - MIDDLE) / (1 - MIDDLE) * (self.top - middle) - _ROUNDING)
+
+    def share_of(self, number: int) -> float:
+        """The share at which a number is."""
+        middle = self.number(SELECTIVE)
+        if number <= middle:
+            return MIDDLE * number / middle if middle else 0.0
+        return MIDDLE + (1 - MIDDLE) * (number - middle) / (self.top - middle)
+
+    def levels(self, number: int) -> tuple[int, int, int]:
+        """How many rungs up the first segments are, how many the others, and how many the first are."""
+        below, first = divmod(number, max(self.segments, 1))
+        return below + (first > 0), below, first
+
+    def at(self, remat: int) -> Segments:
+        """What is rematerialised in the way of a number."""
+        above, below, first = self.levels(self.number(remat))
+        chosen = [*self.rungs[above - 1][:first]] if above else []
+        chosen += self.rungs[below - 1][first:] if below else []
+        return _together(chosen)
+
+
+def _together(rungs: Iterable[_Rung]) -> Segments:
+    runs: dict[Path, list[tuple[int, int]]] = {}
+    kept: set[Path] = set()
+    for one in rungs:
+        runs.setdefault(one.level, []).extend(one.runs)
+        kept |= one.kept
+    return Segments({level: tuple(sorted(own)) for level, own in runs.items() if own}, frozenset(kept))
+
+
+def _together(rungs: Iterable[_Rung]) -> Segments:
+    runs: dict[Path, list[tuple[int, int]]] = {}
+    kept: set[Path] = set()
+    for one in rungs:
+        runs.setdefault(one.level, []).extend(one.runs)
+        kept |= one.kept
+    return Segments({level: tuple(sorted(own)) for level, own in runs.items() if own}, frozenset(kept))
+
+
+def ladder_of(
+    graph: Graph, runs: Runs, *, kept: Callable[[Graph], Collection[int]] = kept_values,
+    prices: Sequence[float] = PRICES, most_kept: float = MOST_KEPT,
+) -> Ladder:  # fmt: skip
+    """The ladder of a program with these segments: with what is dear inside them kept, at each price at which that
+    saves something, and last without.
+
+    Args:
+      graph: of the program.
+      runs: its segments.
+      kept: what a graph's backward pass keeps: `residuals.kept_values`, or where both passes are one program
+        `kept_in_one_program`.
+      prices: of memory, ascending (`kept_results`). The middle rung is the first of SELECTIVE_PRICE or more.
+      most_kept: as a share of what is kept where nothing is rematerialised; a rung that keeps more is none.
+    """
+    every = sorted(((*level, run[0]), level, run) for level, own in runs.items() for run in own)
+    if not every:
+        return Ladder(())
+    segments = [_Segment(graph, level, run, prices) for _, level, run in every]
+    last = tuple(one.whole for one in segments)
+
+    def held(rung: Sequence[_Rung]) -> float:
+        marked = rematerialise(graph, _together(rung))
+        return _bytes(marked, kept(marked))
+
+    nothing, least = _bytes(graph, kept(graph)), held(last)
+    most = most_kept * nothing
+    rungs: list[tuple[_Rung, ...]] = []
+    middle = 0
+    for price, rung in _candidates(segments, prices):
+        if not middle and rungs and price > SELECTIVE_PRICE:
+            middle = len(rungs)
+        if rung != last:
+            inside = all(one.runs == whole.runs for one, whole in zip(rung, last, strict=True))
+            here = least + sum(map(_Segment.held, segments, rung)) if inside else held(rung)
+            if here <= most:
+                rungs.append(rung)
+                most = (1 - _LESS) * here
+    return Ladder((*rungs, last), middle or len(rungs) + 1)
+
+
+def _bytes(graph: Graph, values: Collection[int]) -> float:
+    makers = {v: graph.operators[graph.producer[v][0]] for v in values if v in graph.producer}
+    return sum(graph.values[v].bytes * operator.repeats for v, operator in makers.items())
+
+
+def _candidates(segments: Sequence[_Segment], prices: Sequence[float]) -> Iterator[tuple[float, tuple[_Rung, ...]]]:
+    """What may be a rung, by the price at which it is one: what keeps most first, but for calls, which take part in
+    rematerialisation from some price on and then keep nothing; what is around them may be kept then too."""
+    before: tuple[_Rung, ...] = ()
+    for number, price in enumerate(prices):
+        rung = tuple(one.at(number, number) for one in segments)
+        moved = bool(before) and any(a.runs != b.runs for a, b in zip(before, rung, strict=True))
+        for lower in (*(range(number) if moved else ()), number):
+            here = tuple(one.at(lower, number) for one in segments)
+            if here != before:
+                yield from ((price, one) for one in _between(segments, before, here))
+                yield price, here
+                before = here
+
+
+def _between(
+    segments: Sequence[_Segment], below: Sequence[_Rung], above: Sequence[_Rung]
+) -> Iterator[tuple[_Rung, ...]]:  # fmt: skip
+    """Rungs between two, on which what goes from one to the other goes one result after the other, the cheapest first;
+    as many as there is need for."""
+    gone = [
+        segment.by_price(low.kept - high.kept) if low.runs == high.runs else []
+        for segment, low, high in zip(segments, below, above, strict=False)
+    ]
+    steps = min(ceil(_MANY / len(above)), max(map(len, gone), default=0))
+    for step in range(1, steps):
+        left = [paths[ceil(step * len(paths) / steps) :] for paths in gone]
+        yield tuple(replace(high, kept=high.kept.union(paths)) for high, paths in zip(above, left, strict=True))
+
+
+class _Segment:
+    """A segment at all prices.
+
+    Args:
+      graph: of the program.
+      level: of its equations.
+      run: of them.
+      prices: of memory.
+    """
+
+    def __init__(self, graph: Graph, level: Path, run: tuple[int, int], prices: Sequence[float]) -> None:
+        self._graph, self._level, self._run = graph, level, run
+        self.whole = _Rung(level, (run,))
+        self._own = list(_operators(graph, level, run))
+        self._by_path = {op.path: op for op in self._own}
+        self._prices = prices
+        # Calls that are left out at each price, as equations of the level; None where there is but the last rung.
+        self._calls = [self._left_out(price) for price in prices]
+        self._rungs: dict[tuple[int, ...], list[_Rung]] = {}
+        # Bytes of what an operator makes that nobody outside reads, which would be kept anyway.
+        self._sizes: dict[Path, float] = {}
+
+    def _left_out(self, price: float) -> tuple[int, ...] | None:
+        # Regions of the user's own make what enters them again, whatever is kept around them.
+        if any(op.region is not None for op in self._own):
+            return None
+        calls = [op for op in self._own if is_opaque(self._graph, op, price)]
+        # In a loop, what such a call has gathered of parameters would be kept for all trips.
+        if self._level and any(_reads_parameters(self._graph, op) for op in calls):
+            return None
+        return tuple(sorted({op.path[len(self._level)] for op in calls}))
+
+    def at(self, number: int, others: int) -> _Rung:
+        """With what is dear at the price of this number kept, and without the calls that are at the price of another
+        number."""
+        calls = self._calls[others]
+        if calls is None:
+            return self.whole
+        if calls not in self._rungs:
+            self._rungs[calls] = self._without(calls)
+        return self._rungs[calls][number]
+
+    def held(self, rung: _Rung) -> float:
+        """Bytes of what a rung keeps beside what is kept anyway."""
+        return sum(self._sizes[path] for path in rung.kept)
+
+    def by_price(self, paths: Collection[Path]) -> list[Path]:
+        """Operators in the order in which they run again at ascending prices."""
+        graph = self._graph
+
+        def price(path: Path) -> float:
+            operator = self._by_path[path]
+            made = sum(graph.values[v].bytes for v in operator.results if v is not None)
+            return moved_again(graph, operator) / (made * operator.repeats)
+
+        return sorted(sorted(paths), key=price)
+
+    def _without(self, calls: Sequence[int]) -> list[_Rung]:
+        """The rungs at all prices, with these equations left out."""
+        graph, depth, run = self._graph, len(self._level), self._run
+        pieces = [(a + 1, b) for a, b in pairwise([run[0] - 1, *calls, run[1]]) if b - a > 1]
+        kept = [frozenset[Path]() for _ in self._prices]
+        for a, b in pieces:
+            inside = [op for op in self._own if a <= op.path[depth] < b]
+            made = {v for op in inside for v in op.results if v is not None}
+            # What others read is kept for them: it enters another segment, or an operator whose derivative reads it.
+            numbers = {op.index for op in inside}
+            later = {v for v in made if any(user not in numbers for user, _ in graph.consumers.get(v, ()))}
+            for op in inside:
+                own = (graph.values[v].bytes for v in op.results if v is not None and v not in later)
+                self._sizes[op.path] = op.repeats * sum(own)
+            for number, found in enumerate(kept_results(graph, inside, depth + 1, later, self._prices)):
+                kept[number] |= found
+        return [
+            _Rung(self._level, tuple(pieces), one) if calls or any(self._sizes[path] for path in one) else self.whole
+            for one in kept
+        ]
+
+
+def _reads_parameters(graph: Graph, operator: Operator) -> bool:
+    return not values_of_parameters(graph).isdisjoint(operator.operands)
+
+
+def _operators(graph: Graph, level: Path, run: tuple[int, int]) -> Iterator[Operator]:
+    """The operators of a run, in program order, with those that are nested in them."""
+    depth = len(level)
+    for operator in graph.operators:
+        path = operator.path
+        if len(path) > depth and path[:depth] == level and run[0] <= path[depth] < run[1]:
+            yield operator
