@@ -118,8 +118,15 @@ two_results = with_rule(lambda h: (jnp.sin(h), jnp.sum(jnp.abs(h), axis=-1) / 64
 BOTH_WAYS = [{"preset": "megatron(tp=8)"}, {"preset": "megatron(tp=4, dp=2)"}, {"mesh": {"a": 2, "b": 4}}]
 
 
-@pytest.mark.parametrize("options", BOTH_WAYS, ids=str)
-@pytest.mark.parametrize("name", REDUCING)
+# Each by one of the plans; by every plan what reduces in a loop, which is all of it but the operands.
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, one, id=f"{name}-{one}", marks=[pytest.mark.slow] * (name != "in a loop" and one != own))
+        for name, own in zip(REDUCING, 2 * BOTH_WAYS, strict=True)
+        for one in BOTH_WAYS
+    ],
+)
 def test_what_reduces_inside_is_as_on_one_device(name: str, options: dict[str, Any]) -> None:
     def loss(weights: Any, x: Any, y: Any) -> Any:
         return jnp.mean((REDUCING[name](jnp.tanh(x @ weights[0])) @ weights[1] - y) ** 2)
@@ -139,7 +146,10 @@ def test_parts_of_a_sum_are_added_up_before_they_are_narrowed() -> None:
     assert_as_on_one_device(step_of(loss), WEIGHTS, X, Y, preset="megatron(tp=8)", steps=1, atol=1e-2)
 
 
-@pytest.mark.parametrize("options", [*PLANS, {}], ids=str)
+# By a plan that splits the batch and by one that does not; the others are found for all kinds of functions above.
+@pytest.mark.parametrize(
+    "options", [PLANS[0], PLANS[2], *(pytest.param(one, marks=pytest.mark.slow) for one in (PLANS[1], {}))], ids=str
+)
 def test_training_in_8_bits_scales_by_the_whole_batch(options: dict[str, Any]) -> None:
     """Scaling factors and the largest elements of earlier steps, which Flax's rules give in the place of gradients, are
     those of one device."""

@@ -101,7 +101,7 @@ def test_what_loops_and_layers_gather_is_counted_twice(scan: bool) -> None:
 def test_some_segments_are_computed_again_where_that_is_enough() -> None:
     """Between the memory of nothing computed again and that of everything, a plan computes some of it, takes less time
     than all of it, and has the numbers of one device."""
-    target = gpt.build(replace(gpt.CONFIGS["gpt-tiny"], layers=6))
+    target = gpt.build(replace(gpt.CONFIGS["gpt-tiny"], layers=4))
     plan = partial(
         plan_for, target.step, (target.example_state, target.example_batch), cluster="p3.16xlarge:1",
         microbatches=1, preset="data_parallel()",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from meshwright.plan.io import plan_to_dict
 from meshwright.planning import measured
 from meshwright.planning.checks import request_of
 from meshwright.planning.device_kinds import plan_for_kinds
-from meshwright.planning.request import PlanOptions
+from meshwright.planning.request import Planning, PlanOptions
 from meshwright.program.padded_dims import PaddedDim
 from meshwright.program.trace import trace_program
 from meshwright.program.traces import traces_of
@@ -103,10 +104,14 @@ def of_layers(scan: bool) -> list[PaddedDim]:
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ({"batch": 8}, {"preset": "megatron(tp=8)"}),
         ({"batch": 8, "scan": True}, {"preset": "megatron(tp=8)", "remat": "layer"}),
         ({"batch": 8}, {"preset": "megatron(tp=4, pp=2)", "microbatches": 2}),
-        ({"batch": 16, "scan": True}, {"preset": "megatron(tp=2, pp=2)", "microbatches": 4}),
+        # The first is that of `test_what_a_search_pads` with the batch padded too; the second a scan in stages, as in
+        # the last one, split as the one before.
+        pytest.param({"batch": 8}, {"preset": "megatron(tp=8)"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"batch": 16, "scan": True}, {"preset": "megatron(tp=2, pp=2)", "microbatches": 4}, marks=pytest.mark.slow
+        ),
         ({"batch": 8}, {"mesh": {"x": 2, "y": 4}, "remat": "selective", "zero": 3}),
         ({"batch": 16, "scan": True}, {"mesh": {"x": 2, "y": 4}, "zero": 2, "microbatches": 2, "stages": 1}),
         ({"batch": 30, "dropout": True}, {"mesh": {"x": 8}, "microbatches": 2, "stages": 1}),
@@ -125,10 +130,18 @@ def test_all_dims_padded(model: dict[str, Any], options: dict[str, Any], tmp_pat
     check(step, state, tokens, plan)
 
 
+@cache
+def searched(batch: int, devices: int, marked: bool = True, **options: Any) -> tuple[tuple[Any, Any, Any], Planning]:
+    """A decoder, and what a search of its plans finds."""
+    step, state, tokens = decoder(batch, marked=marked)
+    found = mw.plan_for(step, (state, tokens), devices=jax.devices()[:devices], **options)
+    return (step, state, tokens), found
+
+
 def test_what_a_search_pads() -> None:
     """Five heads over eight devices."""
-    step, state, tokens = decoder(8)
-    plan = mw.plan_for(step, (state, tokens), preset="megatron(tp=8)").plan
+    (step, state, tokens), found = searched(8, 8, preset="megatron(tp=8)")
+    plan = found.plan
     assert {one.multiple for one in plan.padded} == {64}
     assert any(note.startswith("padded: ") for note in plan.notes)
     check(step, state, tokens, plan)
@@ -137,19 +150,19 @@ def test_what_a_search_pads() -> None:
     assert plan.predicted.step_seconds < without.predicted.step_seconds
 
 
-@pytest.mark.parametrize("model", [{"batch": 20}, {"batch": 20, "marked": False}], ids=str)
-def test_seven_devices(model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("marked", [True, False])
+def test_seven_devices(marked: bool) -> None:
     """Which divide nothing."""
-    step, state, tokens = decoder(**model)
-    plan = mw.plan_for(step, (state, tokens), devices=jax.devices()[:7], stages=1).plan
+    (step, state, tokens), found = searched(20, 7, marked, stages=1)
+    plan = found.plan
     assert PaddedDim("args[1]", 0, 7) in plan.padded
     check(step, state, tokens, plan, devices=7)
 
 
 def test_another_process_measures_the_plans_of_process_0_as_they_pad(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, state, tokens = decoder(8)
     options = {"preset": "megatron(tp=8)"}
-    plan = mw.plan_for(step, (state, tokens), **options).plan
+    (step, state, tokens), one = searched(8, 8, **options)
+    plan = one.plan
     assert plan.padded
     # Such a process is told the plans, and does not search for them.
     told = json.dumps([["the plan", plan_to_dict(plan)]])
@@ -161,7 +174,7 @@ def test_another_process_measures_the_plans_of_process_0_as_they_pad(monkeypatch
 
 
 def test_a_plan_is_of_the_program_that_it_pads() -> None:
-    step, state, tokens = decoder(20)
-    plan = mw.plan_for(step, (state, tokens), devices=jax.devices()[:7], stages=1).plan
+    (step, state, tokens), found = searched(20, 7, True, stages=1)
+    plan = found.plan
     with pytest.raises(mw.PlanError, match="padded dims"):
         PlannedStep(trace_program(step, (state, tokens)), plan, jax.devices()[:7])

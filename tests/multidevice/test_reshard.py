@@ -58,11 +58,15 @@ def any_bits(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize)).astype(np.uint8).view(dtype)
 
 
-@pytest.mark.parametrize("network", [None, 2], ids=["one host", "hosts of two"])
-def test_every_dtype(network: int | None) -> None:
+# `make test` moves them all by the pipelines' transport below.
+@pytest.mark.parametrize(
+    ("network", "every"),
+    [(None, 2), (2, 3), pytest.param(None, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+    ids=["one host", "hosts of two", "all on one host", "all between hosts of two"],
+)
+def test_every_dtype(network: int | None, every: int) -> None:
     source, target = on(range(4), (2, 2), ("x", "y")), on((6, 7, 0, 1), (2, 2), (None, "x"))
-    # Between hosts `make test` moves them all by the pipelines' transport below.
-    names = DTYPES[:: 3 if network else 1]
+    names = DTYPES[::every]
     given = {name: any_bits(name, (64, 12)) for name in names}
     tree = jax.device_put(given, source)
     moved = mw.reshard(tree, target, network=hosts(network) if network else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -69,14 +69,19 @@ def test_numbers_are_those_of_one_device(name: str, preset: str) -> None:
     assert_equal_trees(step(state, batch), expected, atol=3e-5)
 
 
-@pytest.mark.parametrize("path", [(999,), (), (0, 5)])
-def test_what_is_no_equation_in_a_segment_is_not_kept(path: tuple[int, ...]) -> None:
-    """In a file that was edited by hand."""
+@cache
+def rematerialised_layers() -> Planning:
     target = zoo.build("gpt-tiny", global_batch=8)
-    planning = plan_for(
+    return plan_for(
         target.step, (target.example_state, target.example_batch), cluster="p3.16xlarge:1", preset="data_parallel()",
         microbatches=1, remat="layer",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [(999,), (), (0, 5)])
+def test_what_is_no_equation_in_a_segment_is_not_kept(path: tuple[int, ...]) -> None:
+    """In a file that was edited by hand."""
+    planning = rematerialised_layers()
     (stage,) = planning.plan.stages
     (level, (run, *_)), *_ = stage.rematerialised
     wrong = {"kept_inside": {"kept_inside": (path,)}, "rematerialised": {"rematerialised": ((level, (run, run)),)}}
@@ -85,7 +90,14 @@ def test_what_is_no_equation_in_a_segment_is_not_kept(path: tuple[int, ...]) -> 
             PlannedStep(planning.program, replace(planning.plan, stages=(replace(stage, **change),)), jax.devices())
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gpt-tiny", None), ("llama-tiny", (1, 2))])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        # Layers one after the other: a ladder as of one stage, and pipelines of them have tests of their own.
+        pytest.param("gpt-tiny", None, marks=pytest.mark.slow),
+        ("llama-tiny", (1, 2)),
+    ],
+)
 def test_numbers_of_a_pipeline_are_those_of_one_device(name: str, layers: tuple[int, ...] | None) -> None:
     target = zoo.build(name, global_batch=8)
     program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=2)
@@ -102,6 +114,7 @@ def test_numbers_of_a_pipeline_are_those_of_one_device(name: str, layers: tuple[
     assert_equal_trees(whole(PipelinedStep(program, plan, jax.devices())(state, batch)), whole(expected), atol=3e-5)
 
 
+@pytest.mark.slow  # the compiled test below has the same of a loop, and is in `make test`
 def test_a_plan_in_less_memory_keeps_products_and_is_the_same_from_its_file(tmp_path: Path) -> None:
     """Between the memory of nothing computed again and that of everything; full layers take more time."""
     target = zoo.bert_layers(layers=3, hidden=256, heads=8, batch=8, sequence=256)
@@ -139,5 +152,5 @@ def test_what_is_computed_again_is_what_the_plan_says(tmp_path: Path) -> None:
     assert flops[0] < flops[1] < 1.05 * flops[0] < flops[2] < flops[3]
     assert least < some.plan.stages[0].memory.total < least + 0.6 * (most - least)
     some.plan.save(tmp_path / "plan.json")
-    verified = verify(target, plan=tmp_path / "plan.json", timed_steps=0)
+    verified = verify(target, plan=tmp_path / "plan.json", steps=1, timed_steps=0)
     assert verified.passed, verified.checks

@@ -106,7 +106,7 @@ def test_a_fact_that_was_not_predicted(
 
 def test_a_plan_that_was_saved(tmp_path: Path) -> None:
     """On fewer devices than there are, in two stages, by the interface and by the command."""
-    target = zoo_target(mlp(layers=4, width=32, batch=64))
+    target = zoo_target(mlp(layers=2, width=32, batch=64))
     found = plan_for(target.step, target.example_args, cluster=local_cluster(4), stages=2, microbatches=2)
     path = tmp_path / "plan.json"
     found.plan.save(path)

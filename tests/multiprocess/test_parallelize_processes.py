@@ -30,6 +30,34 @@ def outputs(folder: Path, text: str, processes: int = 4) -> list[str]:
     return [process.output() for process in result.processes]
 
 
+# 30 rows over all devices.
+_PADDED = """
+from dataclasses import replace
+from meshwright.planning.checks import request_of
+from meshwright.planning.device_kinds import plan_for_kinds
+from meshwright.planning.request import PlanOptions
+from meshwright.program.padded_dims import PaddedDim
+from meshwright.program.traces import traces_of
+
+uneven = zoo.mlp(width=32, layers=4, batch=30)
+rows = jax.tree.map(lambda leaf: leaf[:30], batch)
+names = [f"args[1]{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(rows)]
+asked = request_of(
+    traces_of(uneven.step), (uneven.example_state, uneven.example_batch), PlanOptions(stages=1), started=0.0,
+    tell=lambda text: None,
+)
+plan = plan_for_kinds(replace(asked, padded=tuple(PaddedDim(name, 0, 8) for name in names))).plan
+assert plan.padded
+padded = mw.parallelize(uneven.step, plan=plan)
+state = padded.init(uneven.init, jax.random.key(0), batch=rows)
+expected, alone = jax.jit(uneven.init)(jax.random.key(0)), jax.jit(uneven.step)
+for _ in range(3):
+    state, metrics = padded(state, rows)
+    expected, wanted = alone(expected, rows)
+    np.testing.assert_allclose(float(metrics["loss"]), float(wanted["loss"]), rtol=1e-4)
+print("padded", len(plan.padded), float(metrics["loss"]))
+"""
+
 # A step without a plan, of which process 0 says why, and the others what it said; and plans that differ.
 _REFUSED = """
 from meshwright.cluster import load_cluster
@@ -57,7 +85,8 @@ except mw.PlanError as error:
     ],
 )
 def test_a_step_in_several_processes(tmp_path: Path, options: str, processes: int) -> None:
-    """Losses as on one device, in every process, from the plan of process 0; what cannot run is refused in each."""
+    """Losses as on one device, in every process, from the plan of process 0, of a padded batch too; what cannot run is
+    refused in each."""
     found = outputs(
         tmp_path,
         f"""
@@ -82,11 +111,14 @@ for _ in range(3):
     (weights, value), (expected, wanted) = plain(weights, x), alone(expected, x)
     np.testing.assert_allclose(float(value), float(wanted), rtol=1e-4)
 """
+        + _PADDED
         + _REFUSED,
         processes,
     )
     plans = {line for output in found for line in output.splitlines() if line.startswith("plan")}
     assert len(plans) == 1, plans
+    losses = {line for output in found for line in output.splitlines() if line.startswith("padded")}
+    assert len(losses) == 1, losses
     assert all("unplanned:" in output and "usable on a device" in output for output in found), found
     assert "from process 0" in found[1]
     assert all("differing: refused to run the plan" in output for output in found), found
@@ -145,37 +177,3 @@ except mw.PlanError as error:
 """,
     )
     assert all("differing: refused to run the plan" in output for output in found), found
-
-
-def test_a_padded_batch_in_several_processes(tmp_path: Path) -> None:
-    """30 rows over eight devices of four processes."""
-    found = outputs(
-        tmp_path,
-        """
-from dataclasses import replace
-from meshwright.planning.checks import request_of
-from meshwright.planning.device_kinds import plan_for_kinds
-from meshwright.planning.request import PlanOptions
-from meshwright.program.padded_dims import PaddedDim
-from meshwright.program.traces import traces_of
-
-target = zoo.mlp(width=32, layers=4, batch=30)
-batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
-names = [f"args[1]{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-asked = request_of(
-    traces_of(target.step), (target.example_state, target.example_batch), PlanOptions(stages=1), started=0.0,
-    tell=lambda text: None,
-)
-plan = plan_for_kinds(replace(asked, padded=tuple(PaddedDim(name, 0, 8) for name in names))).plan
-step = mw.parallelize(target.step, plan=plan)
-state = step.init(target.init, jax.random.key(0), batch=batch)
-expected, alone = jax.jit(target.init)(jax.random.key(0)), jax.jit(target.step)
-for _ in range(3):
-    state, metrics = step(state, batch)
-    expected, wanted = alone(expected, batch)
-    np.testing.assert_allclose(float(metrics["loss"]), float(wanted["loss"]), rtol=1e-4)
-print("padded", len(plan.padded), float(metrics["loss"]))
-""",
-    )
-    assert len(found) == 4
-    assert len({text[text.index("padded") :].strip() for text in found}) == 1

@@ -86,6 +86,10 @@ _NEIGHBOURS = {
     "4-4": """Pipeline(submeshes=(4, 4), meshes=[(("x",), (4,))], microbatches=2, layouts={
             "args[0][0]['w']": (("x",), ()), "args[0][1]['w']": ((), ("x",)), "args[0][2]['w']": ((), ("x",)),
             "args[0][3]['w']": (("x",), ())})""",
+    # The same between two and four, of which two are another process's if there are two.
+    "2-4-2": """Pipeline(submeshes=(2, 4, 2), meshes=[(("x",), (4,)), (("x",), (2,))], microbatches=2, layouts={
+            "args[0][0]['w']": (("x",), ()), "args[0][1]['w']": ((), ("x",)), "args[0][2]['w']": (("x",), ()),
+            "args[0][3]['w']": ((), ("x",))})""",
     # Split over two to split over two others, then to whole on four.
     "2-2-4": """Pipeline(submeshes=(2, 2, 4), meshes=[(("x",), (4,)), (("x",), (2,))], microbatches=2, layouts={
             "args[0][0]['w']": (("x",), ()), "args[0][1]['w']": ((), ("x",)), "args[0][2]['w']": (("x",), ()),
@@ -111,7 +115,7 @@ planned, naive = (follow(one, step, state, batch, steps=2) for one in steps.valu
 assert planned and all(a.tobytes() == b.tobytes() for a, b in zip(planned, naive, strict=True))
 print("either transport")
 """
-# Two processes have the larger share of the batch, and all have the sum of the gradients.
+# Half of the processes have the larger share of the batch, and all have the sum of the gradients.
 _REPLICAS = """
 from meshwright.planning.plan_for import plan_for
 from meshwright.runtime.pipeline.step import PipelinedStep
@@ -143,9 +147,11 @@ one(state, batch)
 """
 
 
-def test_transports_replicas_and_the_state_of_another_plan(tmp_path: Path) -> None:
-    neighbours = _EITHER_TRANSPORT.replace("PIPELINE", _NEIGHBOURS["4-4"])
-    result = launched(tmp_path, _REPLICAS + _PLAIN_STEP + neighbours + _ANOTHER_PLAN)
+@pytest.mark.parametrize(("processes", "stages"), [(2, "2-4-2"), pytest.param(4, "4-4", marks=pytest.mark.slow)])
+def test_transports_replicas_and_the_state_of_another_plan(tmp_path: Path, processes: int, stages: str) -> None:
+    """Of stages that share a process, and of one that several processes share."""
+    neighbours = _EITHER_TRANSPORT.replace("PIPELINE", _NEIGHBOURS[stages])
+    result = launched(tmp_path, _REPLICAS + _PLAIN_STEP + neighbours + _ANOTHER_PLAN, processes=processes)
     for process in result.processes:
         for said in ("replicas", "either transport", "moved"):
             assert said in process.output(), result.problem

@@ -21,10 +21,13 @@ ROUNDING = 1e-9
 # Most methods have found what they find on these spaces by then.
 EVALUATIONS = 150
 
-# These price the most plans, which takes longest in the spaces of whole models.
-SLOW = {(method, name) for method in ("mcts", "reinforce") for name in ("gpt", "moe", "any stages")} | {
-    ("ilp", "any stages")
-}
+# These price the most plans, which takes longest in the spaces of whole models and where memory is tight. Each method
+# has a space of one stage and one of several that are not here.
+SLOW = {
+    (method, name)
+    for method in ("mcts", "reinforce")
+    for name in ("gpt", "moe", "tight", "any stages", "any stages, tight")
+} | {("ilp", "any stages"), ("ilp", "two stages")}
 
 named = pytest.mark.parametrize("search", [*map(search_named, SEARCH_NAMES)], ids=SEARCH_NAMES)
 
@@ -91,7 +94,7 @@ def test_the_best_of_any_stages_are_several() -> None:
 @named
 def test_the_same_seed_finds_the_same_plan(search: Search) -> None:
     of = space("gpt")
-    runs = [run(search, of, Budget(evaluations=60, seed=7)) for _ in range(2)]
+    runs = [run(search, of, Budget(evaluations=40, seed=7)) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
@@ -126,7 +129,7 @@ def test_a_walk_stays_in_the_space_and_above_every_bound() -> None:
     rng, layers, devices = np.random.default_rng(0), of.stages.layers(2), of.cluster.num_devices
     choice, seen = of.start(2, 4), set()
     assert choice is not None
-    for _ in range(400):
+    for _ in range(200):
         choice = neighbour(of, choice, rng)
         stages = choice.stages
         assert [stages[0].first, *(stage.last for stage in stages)] == [*(stage.first for stage in stages), layers]

@@ -104,7 +104,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does(batch: int, 
 def test_stages_that_no_submeshes_make_are_refused_with_numbers_that_do(
     devices: int, stages: int, cluster_of: Callable[[int], Cluster]
 ) -> None:
-    step, args = network(width=64, layers=4, batch=4 * devices)
+    step, args = network(width=64, layers=4, batch=2 * devices)
     cluster = cluster_of(devices)
     with pytest.raises(mw.PlanError, match=f"{stages} stages") as refused:
         mw.plan_for(step, args, cluster=cluster, stages=stages)
@@ -208,7 +208,9 @@ def test_sizes_that_do_not_fit_the_devices_are_refused_with_some_that_do(text: s
     ("preset", "width", "batch"),
     [
         ("megatron(tp=8)", 20, 16), ("megatron(tp=8)", 7, 16), ("megatron(tp=8)", 6, 15),
-        ("fsdp_tp(tp=4)", 7, 16), ("expert_parallel(ep=4)", 8, 16), ("expert_parallel(ep=4)", 8, 20),
+        ("fsdp_tp(tp=4)", 7, 16), ("expert_parallel(ep=4)", 8, 16),
+        # A batch that eight devices do not share evenly has a case above.
+        pytest.param("expert_parallel(ep=4)", 8, 20, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_an_axis_that_finds_nothing_to_split_is_refused_with_one_that_does(preset: str, width: int, batch: int) -> None:

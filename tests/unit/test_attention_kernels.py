@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,6 +38,17 @@ def operands(*, batch: int = 2, queries: int = 48, keys: int = 48, size: int = 8
     return [*found, jax.random.normal(made[4], shapes[0])]
 
 
+def with_gradients(function: Any, operands: Any, cotangent: Any) -> list[jax.Array]:
+    """Results, then cotangents of the operands; compiled as one."""
+
+    @jax.jit
+    def both(operands: Any, cotangent: Any) -> list[jax.Array]:
+        out, pull = jax.vjp(function, *operands)
+        return [out, *pull(cotangent)]
+
+    return both(operands, cotangent)
+
+
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.max(jnp.abs(b))) + 1e-6)
@@ -66,16 +78,15 @@ def test_numbers_and_gradients_are_those_of_plain_attention(
     def ours(query: Any, key: Any, value: Any, sinks: Any = None) -> jax.Array:
         return mw.attention(query, key, value, causal=causal, window=window, sinks=sinks)
 
-    out, pull = jax.vjp(lambda *x: plain(*x, causal=causal, window=window), *given)
-    found, pull_ours = jax.vjp(jax.jit(ours), *given)
-    assert_close([found, *pull_ours(cotangent)], [out, *pull(cotangent)])
+    expected = with_gradients(lambda *x: plain(*x, causal=causal, window=window), given, cotangent)
+    assert_close(with_gradients(ours, given, cotangent), expected)
 
 
 def test_keys_of_another_sequence() -> None:
     query, key, value, _, cotangent = operands(keys=20)
-    out, pull = jax.vjp(lambda *x: plain(*x, causal=False, window=None), query, key, value)
-    found, pull_ours = jax.vjp(mw.attention, query, key, value)
-    assert_close([found, *pull_ours(cotangent)], [out, *pull(cotangent)])
+    given = query, key, value
+    expected = with_gradients(lambda *x: plain(*x, causal=False, window=None), given, cotangent)
+    assert_close(with_gradients(mw.attention, given, cotangent), expected)
 
 
 def test_heads_of_one_dim_read_the_key_head_of_their_group() -> None:
@@ -97,8 +108,8 @@ def test_it_is_mapped_over_batches_and_sinks(mapped: int) -> None:
         query, key, value, sinks = (*operands, *fixed)
         return jnp.sum(mw.attention(query, key, value, causal=True, sinks=sinks) ** 2)
 
-    both = jax.value_and_grad(loss, tuple(range(mapped)))
-    value, grads = jax.vmap(both)(*stacked)
+    both = jax.jit(jax.value_and_grad(loss, tuple(range(mapped))))
+    value, grads = jax.jit(jax.vmap(both))(*stacked)
     for i in range(3):
         one, its_grads = both(*(x[i] for x in stacked))
         assert_close([value[i], *(x[i] for x in grads)], [one, *its_grads], 1e-4)
@@ -142,11 +153,15 @@ def test_tpus_have_splash_attention_for_heads_of_128(size: int) -> None:
 def test_splash_attention_is_what_blocks_are(mask: Mask) -> None:
     query, key, value, _, cotangent = operands(batch=1, queries=256, keys=256, size=128)
     options: dict[str, Any] = {"mask": mask, "scale": 128**-0.5}
-    out = attention_blocks.forward(query, key, value, **options)
-    assert_close(attention_kernels.splash_forward(query, key, value, **options, interpret=True), out, 1e-5)
+
+    def compiled(function: Any, **more: Any) -> Any:
+        return jax.jit(partial(function, **options, **more))
+
+    out = compiled(attention_blocks.forward)(query, key, value)
+    assert_close(compiled(attention_kernels.splash_forward, interpret=True)(query, key, value), out, 1e-5)
     kept = query, key, value, *out, cotangent
-    expected = attention_blocks.backward(*kept, **options)
-    assert_close(attention_kernels.splash_backward(*kept, **options, interpret=True), expected)
+    expected = compiled(attention_blocks.backward)(*kept)
+    assert_close(compiled(attention_kernels.splash_backward, interpret=True)(*kept), expected)
 
 
 def test_shapes_that_do_not_suit_are_refused() -> None:

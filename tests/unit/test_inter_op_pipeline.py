@@ -386,7 +386,7 @@ def test_memory_decides() -> None:
 @pytest.mark.parametrize("share", [0.9, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_a_repeated_search_is_as_good_as_a_new_one(share: float) -> None:
     """With less memory, the plans of the run before are looked at first, and bound the others."""
-    asked = request("gpt-tiny", microbatches=(2, 4))
+    asked = request("gpt-tiny", microbatches=(2, 4), layers=3)
     search = StageSearch(asked)
     plan = search.run().plan
     usable = asked.cluster.device.usable_memory_bytes

@@ -70,7 +70,7 @@ def traced(program: Program, plan: Plan) -> tuple[list[tuple[str, str, str]], in
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n in {"microbatches", "a mesh of two axes"})) for n in CASES]
+    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n not in {"remat", "stored split"})) for n in CASES]
 )
 def test_a_step_has_the_same_equations_and_peak_as_without_runs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compilers find dead aside: a run leaves all that some later equation reads."""

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
+@cache
 def language_model(vocabulary: int, *, width: int = 512, heads: int = 8, batch: int = 8) -> tuple[Any, Any]:
     """A step and its arguments: one layer of attention and one of products, the embedding tied to the head."""
 
@@ -50,10 +52,17 @@ def language_model(vocabulary: int, *, width: int = 512, heads: int = 8, batch: 
     return step, (parameters, shape(batch, 256, dtype=jnp.int32))
 
 
+_plans: dict[tuple[Any, str], mw.Plan] = {}
+
+
 def planned(model: tuple[Any, Any], **options: Any) -> mw.Plan:
+    """The plan of a model; of each model and options once, since several tests compare with the same."""
     if not {"preset", "submeshes"}.intersection(options):
         options.setdefault("stages", 1)
-    return mw.plan_for(*model, cluster=CLUSTER, **options).plan
+    key = model[0], repr(sorted(options.items()))
+    if key not in _plans:
+        _plans[key] = mw.plan_for(*model, cluster=CLUSTER, **options).plan
+    return _plans[key]
 
 
 def milliseconds(text: str) -> float:

@@ -286,7 +286,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         for held in one["holds"].values():
             assert evaluate(held["formula"], values) == pytest.approx(held["formula_bytes"])
     with pytest.raises(SystemExit) as ended:
-        main(["schemes", "moe-tiny", "--cluster", CLUSTER, "--microbatches", "3"])
+        main(["schemes", "mlp-tiny", "--cluster", CLUSTER, "--microbatches", "3"])
     assert ended.value.code == 2
     assert "refused microbatches=3" in capsys.readouterr().err
 

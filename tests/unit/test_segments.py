@@ -161,8 +161,11 @@ def test_products_do_not_run_again_on_the_lower_rung(climbed: Ladder) -> None:
     assert products(climbed.number(SELECTIVE)) == 0 < products(climbed.top)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("name", ["wresnet-tiny", "mlp"])
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    # Stages of convolutions have no other segments than the whole.
+    [("wresnet-tiny", 1), ("mlp", 1), ("mlp", 2), pytest.param("wresnet-tiny", 2, marks=pytest.mark.slow)],
+)
 def test_selective_is_planned_where_there_is_no_lower_rung(name: str, stages: int) -> None:
     """As everything is, for stages in which no segment has one."""
     target = mlp(layers=4, width=32, batch=64) if name == "mlp" else build(name)
