@@ -34,6 +34,7 @@ PRICE = 0.2
 def climbed(plan: Plan, number: int, graph: Graph, runs: Runs) -> Plan:
     """A plan of which a stage is rematerialised but for what is dear."""
     ladder = ladder_of(graph, runs, prices=[PRICE], most_kept=10.0)
+    assert len(ladder.rungs) > 1
     segments = ladder.at(ladder.segments)
     changed = replace(
         plan.stages[number],

@@ -74,6 +74,13 @@ def test_shares_and_numbers_are_the_same_places(climbed: Ladder) -> None:
     assert climbed.number_at(1e-3) == 1
 
 
+def test_the_middle_is_the_rung_of_its_price_where_there_is_no_higher_one() -> None:
+    graph = graph_of(8, cheap_around)
+    one = ladder_of(graph, layer_segments(graph), prices=[SELECTIVE_PRICE])
+    assert len(one.rungs) == 2
+    assert one.number(SELECTIVE) == one.segments < one.top
+
+
 def test_the_first_segments_are_a_rung_higher(climbed: Ladder) -> None:
     count = climbed.segments
     for number in (1, count, count + 1, climbed.top):
@@ -112,9 +119,9 @@ def test_what_saves_nothing_is_no_rung() -> None:
     one = ladder_of(graph, layer_segments(graph))
     kept = [kept_bytes(graph, one.at(rung * one.segments)) for rung in range(len(one.rungs) + 1)]
     assert all(above <= MOST_KEPT * below for below, above in pairwise(kept))
-    convolved = ladder_of(graph, {(): ((0, 2), (2, 4))}, prices=[SELECTIVE_PRICE])
-    assert len(convolved.rungs) == 1
-    assert convolved.number(SELECTIVE) == convolved.top
+    products = ladder_of(graph, {(): ((0, 2), (2, 4))}, prices=[SELECTIVE_PRICE])
+    assert len(products.rungs) == 1
+    assert products.number(SELECTIVE) == products.top
     assert Ladder(()).at(ALL) == Segments()
     assert [Ladder(()).number_at(share) for share in (0.0, 0.5, 1.0)] == [0, 0, 0]
 

@@ -35,8 +35,8 @@ _ROUNDING = 1e-6
 # product takes that much whose sums have 600 terms; scores of attention, of 64 or 128, take less with all around them.
 SELECTIVE_PRICE = 6.0
 
-# Of all rungs but the last. At a quarter of the middle one's price little more is made again than compilers would make
-# again by themselves, at 256 times that price all but the longest of sums: convolutions of U-Nets have 11,000 terms.
+# Of all rungs but the last. At 256 times the middle one's price all is made again but the longest of sums: convolutions
+# of U-Nets have 11,000 terms. At a quarter of it little more is than compilers would make again by themselves.
 PRICES = tuple(SELECTIVE_PRICE * 2.0**power for power in range(-2, 9))
 
 # A rung that keeps more than this share of what nothing rematerialised keeps is none. GPT-3's and Llama's middle ones
@@ -47,9 +47,11 @@ MOST_KEPT = 0.95
 # What a rung keeps less than the one before, as a share of that, or it is none. Chosen, not measured.
 _LESS = 0.02
 
-# Where there are fewer segments than this, results that go at one price go one after the other, on rungs of their own:
-# a loop is one segment, and products with the same number of terms all go at once. Chosen, not measured.
-_MANY = 8
+# A program of fewer segments than `_FEW` has about `_MANY` ways between two prices: results that go at one of them go
+# one after the other (a loop is one segment, and products of as many terms all go at once); and prices below the middle
+# one count. Others have some segments on a rung and some on none, which is better than a rung at a low price: what is
+# cheap runs again on that too (moe-690m on two V100s: 17.7 s a step without such rungs, 18.2 with them).
+_FEW, _MANY = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def _together(rungs: Iterable[_Rung]) -> Segments:
 
 def ladder_of(
     graph: Graph, runs: Runs, *, kept: Callable[[Graph], Collection[int]] = kept_values,
-    prices: Sequence[float] = PRICES, most_kept: float = MOST_KEPT,
+    prices: Sequence[float] | None = None, most_kept: float = MOST_KEPT,
 ) -> Ladder:  # fmt: skip
     """The ladder of a program with these segments: with what is dear inside them kept, at each price at which that
     saves something, and last without.
@@ -156,12 +158,15 @@ def ladder_of(
       runs: its segments.
       kept: what a graph's backward pass keeps: `residuals.kept_values`, or where both passes are one program
         `kept_in_one_program`.
-      prices: of memory, ascending (`kept_results`). The middle rung is the first of SELECTIVE_PRICE or more.
+      prices: of memory, ascending (`kept_results`); None for those that suit so many segments. The middle rung is the
+        first of SELECTIVE_PRICE or more.
       most_kept: as a share of what is kept where nothing is rematerialised; a rung that keeps more is none.
     """
     every = sorted(((*level, run[0]), level, run) for level, own in runs.items() for run in own)
     if not every:
         return Ladder(())
+    if prices is None:
+        prices = [price for price in PRICES if price >= SELECTIVE_PRICE or len(every) < _FEW]
     segments = [_Segment(graph, level, run, prices) for _, level, run in every]
     last = tuple(one.whole for one in segments)
 
@@ -182,7 +187,7 @@ def ladder_of(
             if here <= most:
                 rungs.append(rung)
                 most = (1 - _LESS) * here
-    return Ladder((*rungs, last), middle or len(rungs) + 1)
+    return Ladder((*rungs, last), middle or len(rungs) or 1)
 
 
 def _bytes(graph: Graph, values: Collection[int]) -> float:
@@ -208,8 +213,10 @@ def _candidates(segments: Sequence[_Segment], prices: Sequence[float]) -> Iterat
 def _between(
     segments: Sequence[_Segment], below: Sequence[_Rung], above: Sequence[_Rung]
 ) -> Iterator[tuple[_Rung, ...]]:  # fmt: skip
-    """Rungs between two, on which what goes from one to the other goes one result after the other, the cheapest first;
-    as many as there is need for."""
+    """Rungs between two, of few segments: what goes from one to the other goes one result after the other, the cheapest
+    first."""
+    if len(above) >= _FEW:
+        return
     gone = [
         segment.by_price(low.kept - high.kept) if low.runs == high.runs else []
         for segment, low, high in zip(segments, below, above, strict=False)
