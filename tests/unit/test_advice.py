@@ -98,13 +98,16 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does(batch: int, 
 
 
 @pytest.mark.parametrize(
-    ("devices", "stages"),
-    [(7, 2), pytest.param(11, 2, marks=pytest.mark.slow), pytest.param(14, 2, marks=pytest.mark.slow)],
+    ("devices", "stages", "layers"),
+    [
+        (7, 2, 3),  # four stages would need four layers
+        *(pytest.param(devices, 2, 4, marks=pytest.mark.slow) for devices in (7, 11, 14)),
+    ],
 )
 def test_stages_that_no_submeshes_make_are_refused_with_numbers_that_do(
-    devices: int, stages: int, cluster_of: Callable[[int], Cluster]
+    devices: int, stages: int, layers: int, cluster_of: Callable[[int], Cluster]
 ) -> None:
-    step, args = network(width=64, layers=4, batch=2 * devices)
+    step, args = network(width=64, layers=layers, batch=2 * devices)
     cluster = cluster_of(devices)
     with pytest.raises(mw.PlanError, match=f"{stages} stages") as refused:
         mw.plan_for(step, args, cluster=cluster, stages=stages)

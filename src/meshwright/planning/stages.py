@@ -120,7 +120,7 @@ def stage_request(asked: PlanRequest, programs: StepPrograms) -> StageRequest:
     elif preset is not None:
         submeshes = (asked.cluster.num_devices // preset.stages,) * preset.stages
     if stages is not None and stages > 1 and submeshes is None:
-        Submeshes(asked.cluster).check_stages(stages)
+        Submeshes(asked.cluster).check_stages(stages, most=len(programs.any.layers))
     return StageRequest(
         programs=programs, parameters=parameter_infos(source), cluster=asked.cluster, constraints=constraints,
         remat=asked.remat, submeshes=submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,

@@ -91,8 +91,12 @@ class Submeshes:
             reached[submesh.stop] |= reached[submesh.first] << 1
         return frozenset(n for n in range(1, len(reached)) if reached[-1] >> n & 1)
 
-    def check_stages(self, stages: int) -> None:
+    def check_stages(self, stages: int, most: int) -> None:
         """Refuse a number of stages for which there are no submeshes, even if several stages share one.
+
+        Args:
+          stages: the number.
+          most: how many there can be at most, for want of layers.
 
         Raises:
           PlanError: naming numbers into which it can.
@@ -101,7 +105,8 @@ class Submeshes:
             return
         cluster = self.cluster
         sizes = sorted({host.devices for host in cluster.hosts})
-        near = sorted(self.stage_counts - {1}, key=lambda count: (abs(count - stages), count))[:2]
+        others = (count for count in self.stage_counts if 1 < count <= most)
+        near = sorted(others, key=lambda count: (abs(count - stages), count))[:2]
         tries = [f"stages={count}" for count in near]
         if len(cluster.hosts) == 1:
             (host,) = cluster.hosts
