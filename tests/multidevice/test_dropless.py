@@ -145,8 +145,8 @@ def factors_of(step: Callable[..., Any], args: Any) -> tuple[dict[str, int], int
     ("mixture", "ways"),
     [
         ("softmax, three experts, scattered", ("data x expert", "data x tensor", "expert x tensor")),
-        ("sigmoid, two experts, unsorted", ("data x expert",)),
-        ("softmax, two experts, masked", ("expert x tensor",)),
+        ("sigmoid, two experts, unsorted", ("data x expert", "expert x tensor")),
+        ("softmax, two experts, masked", ("data x expert", "expert x tensor")),
         *(pytest.param(mixture, tuple(WAYS), marks=pytest.mark.slow) for mixture in MIXTURES),
     ],
 )

@@ -425,7 +425,7 @@ def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
         problem, _, _ = costs.solver.problem(place, 0)
         free = costs.solver.free(place, 0)
         least, most = problem.least_bytes.held(2), free.held_bytes(2)
-        for share in (0.2, 0.6, 1.0):
+        for share in (0.2, 0.4, 0.6, 0.8, 1.0):
             limit = least + share * (most - least)
             problem.in_flight = 2
             best = problem.solve(limit).solution

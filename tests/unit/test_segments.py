@@ -71,7 +71,8 @@ def test_shares_and_numbers_are_the_same_places(climbed: Ladder) -> None:
     for number in range(climbed.top + 1):
         assert climbed.number_at(climbed.share_of(number)) == number
     # What is computed may be nearly nothing, and is never less.
-    assert climbed.number_at(1e-3) == 1
+    assert climbed.number_at(1e-9) == 1
+    assert climbed.number_at(MIDDLE + 1e-9) == climbed.number(SELECTIVE) + 1
 
 
 def test_the_middle_is_the_rung_of_its_price_where_there_is_no_higher_one() -> None:
@@ -124,6 +125,23 @@ def test_what_saves_nothing_is_no_rung() -> None:
     assert products.number(SELECTIVE) == products.top
     assert Ladder(()).at(ALL) == Segments()
     assert [Ladder(()).number_at(share) for share in (0.0, 0.5, 1.0)] == [0, 0, 0]
+
+
+def test_arrays_without_elements_are_on_a_ladder_too() -> None:
+    def loss(x: Any, weights: Any) -> Any:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            nothing = jnp.sin(x[:0] @ w) * jnp.sin(x[:0])
+            return cheap_around(x, w) + jnp.sum(nothing), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, WIDTH), (4, WIDTH, WIDTH))]
+    closed = eliminate_dead_code(inline(jax.make_jaxpr(loss)(*shapes)))
+    graph = build_graph(closed, Rules(), parameters=(1,), losses=[0])
+    ladder = ladder_of(graph, layer_segments(graph))
+    kept = [kept_bytes(graph, ladder.at(number)) for number in range(ladder.top + 1)]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0]
 
 
 def test_of_the_users_own_checkpoints_nothing_is_kept() -> None:

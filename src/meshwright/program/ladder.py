@@ -105,8 +105,10 @@ class Ladder:
         middle one, and on both sides of it numbers are at equal distances. The next number up where it is between."""
         middle = self.number(SELECTIVE)
         if share <= MIDDLE:
-            return ceil(share / MIDDLE * middle - _ROUNDING)
-        return middle + ceil((share - MIDDLE) / (1 - MIDDLE) * (self.top - middle) - _ROUNDING)
+            low, high, way = 0, middle, share / MIDDLE
+        else:
+            low, high, way = middle, self.top, (share - MIDDLE) / (1 - MIDDLE)
+        return low + max(ceil(way * (high - low) - _ROUNDING), int(way > 0 and high > low))
 
     def share_of(self, number: int) -> float:
         """The share at which a number is."""
@@ -126,15 +128,6 @@ class Ladder:
         chosen = [*self.rungs[above - 1][:first]] if above else []
         chosen += self.rungs[below - 1][first:] if below else []
         return _together(chosen)
-
-
-def _together(rungs: Iterable[_Rung]) -> Segments:
-    runs: dict[Path, list[tuple[int, int]]] = {}
-    kept: set[Path] = set()
-    for one in rungs:
-        runs.setdefault(one.level, []).extend(one.runs)
-        kept |= one.kept
-    return Segments({level: tuple(sorted(own)) for level, own in runs.items() if own}, frozenset(kept))
 
 
 def _together(rungs: Iterable[_Rung]) -> Segments:
@@ -205,7 +198,7 @@ def _candidates(segments: Sequence[_Segment], prices: Sequence[float]) -> Iterat
         for lower in (*(range(number) if moved else ()), number):
             here = tuple(one.at(lower, number) for one in segments)
             if here != before:
-                yield from ((price, one) for one in _between(segments, before, here))
+                yield from ((price, one) for one in (_between(segments, before, here) if before else ()))
                 yield price, here
                 before = here
 
@@ -219,9 +212,9 @@ def _between(
         return
     gone = [
         segment.by_price(low.kept - high.kept) if low.runs == high.runs else []
-        for segment, low, high in zip(segments, below, above, strict=False)
+        for segment, low, high in zip(segments, below, above, strict=True)
     ]
-    steps = min(ceil(_MANY / len(above)), max(map(len, gone), default=0))
+    steps = min(ceil(_MANY / len(above)), max(map(len, gone)))
     for step in range(1, steps):
         left = [paths[ceil(step * len(paths) / steps) :] for paths in gone]
         yield tuple(replace(high, kept=high.kept.union(paths)) for high, paths in zip(above, left, strict=True))
@@ -246,7 +239,7 @@ class _Segment:
         # Calls that are left out at each price, as equations of the level; None where there is but the last rung.
         self._calls = [self._left_out(price) for price in prices]
         self._rungs: dict[tuple[int, ...], list[_Rung]] = {}
-        # Bytes of what an operator makes that nobody outside reads, which would be kept anyway.
+        # With all calls inside, the bytes of what an operator makes but for what others read, which is kept anyway.
         self._sizes: dict[Path, float] = {}
 
     def _left_out(self, price: float) -> tuple[int, ...] | None:
@@ -270,7 +263,7 @@ class _Segment:
         return self._rungs[calls][number]
 
     def held(self, rung: _Rung) -> float:
-        """Bytes of what a rung keeps beside what is kept anyway."""
+        """Bytes that a rung with all calls inside keeps, beside what is kept anyway."""
         return sum(self._sizes[path] for path in rung.kept)
 
     def by_price(self, paths: Collection[Path]) -> list[Path]:
@@ -279,8 +272,8 @@ class _Segment:
 
         def price(path: Path) -> float:
             operator = self._by_path[path]
-            made = sum(graph.values[v].bytes for v in operator.results if v is not None)
-            return moved_again(graph, operator) / (made * operator.repeats)
+            made = operator.repeats * sum(graph.values[v].bytes for v in operator.results if v is not None)
+            return moved_again(graph, operator) / max(made, 1.0)  # arrays may have no elements
 
         return sorted(sorted(paths), key=price)
 
@@ -289,6 +282,7 @@ class _Segment:
         graph, depth, run = self._graph, len(self._level), self._run
         pieces = [(a + 1, b) for a, b in pairwise([run[0] - 1, *calls, run[1]]) if b - a > 1]
         kept = [frozenset[Path]() for _ in self._prices]
+        sizes: dict[Path, float] = {}
         for a, b in pieces:
             inside = [op for op in self._own if a <= op.path[depth] < b]
             made = {v for op in inside for v in op.results if v is not None}
@@ -297,11 +291,13 @@ class _Segment:
             later = {v for v in made if any(user not in numbers for user, _ in graph.consumers.get(v, ()))}
             for op in inside:
                 own = (graph.values[v].bytes for v in op.results if v is not None and v not in later)
-                self._sizes[op.path] = op.repeats * sum(own)
+                sizes[op.path] = op.repeats * sum(own)
             for number, found in enumerate(kept_results(graph, inside, depth + 1, later, self._prices)):
                 kept[number] |= found
+        if not calls:
+            self._sizes = sizes
         return [
-            _Rung(self._level, tuple(pieces), one) if calls or any(self._sizes[path] for path in one) else self.whole
+            _Rung(self._level, tuple(pieces), one) if calls or any(sizes[path] for path in one) else self.whole
             for one in kept
         ]
 

@@ -68,7 +68,7 @@ _SHARES = {NONE: 0.0, SELECTIVE: MIDDLE, ALL: 1.0}
 # In place of one of these: as far up as fits, between nothing and this one. The fewest bytes are those of this one.
 _MIXED, _MIXED_SELECTIVE = -ALL, -SELECTIVE
 
-# What such a way is between: seconds and bytes there are taken to lie on a line. (What a ladder has there is no worse.)
+# What such a way is between. Seconds and bytes there are taken to lie on a line; what a ladder has there is near it.
 _LEGS = ((NONE, SELECTIVE), (SELECTIVE, ALL))
 
 
