@@ -86,6 +86,7 @@ PROGRAMS = (
     Program(file="unet", name="unet", cluster="dgx-a100-40:2", batch=256),
     Program(file="vit", name="vit_l16", cluster="dgx-h100:4", batch=4096),
     Program(file="vit", name="vit_g14", cluster="tpu-v5e:32", batch=4096),
+    Program(file="siglip", name="siglip_b16", cluster="tpu-v5e:32", batch=16384),
     Program(file="qwen3", name="qwen3_8b", cluster="dgx-h100:4", wanted_seconds=LARGE_SECONDS),
 )
 

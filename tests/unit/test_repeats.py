@@ -22,7 +22,7 @@ from meshwright.program.local import evaluate_local
 from meshwright.program.trace import Program
 from meshwright.zoo import gpt
 
-LAYERS = 4
+LAYERS = 6
 SMALL = replace(
     gpt.CONFIGS["gpt-tiny"], sequence=64, global_batch=16, hidden=64, heads=4, layers=LAYERS, dtype="bfloat16"
 )
@@ -83,7 +83,7 @@ def test_a_step_has_the_same_equations_and_peak_as_without_runs(case: str, monke
     assert Counter(e for e in equations if e[0] in dear) == Counter(e for e in plain if e[0] in dear)
 
 
-@pytest.mark.parametrize(("case", "most"), [("no remat", 0.5), ("remat", 0.5), ("microbatches", 0.5)])
+@pytest.mark.parametrize(("case", "most"), [("no remat", 0.3), ("remat", 0.45), ("microbatches", 0.3)])
 def test_equal_layers_are_evaluated_once(case: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     program, plan = planned(case)
     counted: Counter[str] = Counter()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import jax
@@ -54,6 +55,63 @@ def climbed() -> Ladder:
     return found
 
 
+def towers(rows: tuple[int, ...], layers: int) -> Graph:
+    """Towers of layers, each with so many rows, one after the other in the program, and what they all end in."""
+
+    def loss(xs: Any, *weights: Any) -> Any:
+        ends = []
+        for x in xs:
+            for w in weights:
+                x = x + cheap_around(x, w)
+            ends.append(jnp.mean(x, axis=0))
+        return jnp.sum(jnp.stack(ends))
+
+    shapes = [[jax.ShapeDtypeStruct((count, WIDTH), jnp.float32) for count in rows]]
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * layers
+    closed = eliminate_dead_code(inline(jax.make_jaxpr(loss)(*shapes, *weights)))
+    first = len(rows)
+    return build_graph(closed, Rules(), parameters=range(first, first + layers), losses=[0])
+
+
+def test_a_wide_tower_is_cut_behind_a_narrow_one() -> None:
+    """Between 192 equations of a narrow tower fewer bytes cross than anywhere in the wide one."""
+    graph = towers((64, 4096), layers=32)
+    tower = (1 + max(operator.path[0] for operator in graph.operators)) / 2
+    lengths = [stop - start for start, stop in layer_segments(graph)[()] if start > tower]
+    assert len(lengths) >= 4
+    assert max(lengths) <= tower / 4
+
+
+def held_bytes(graph: Graph, runs: Sequence[tuple[int, int]]) -> float:
+    """What segments hold: values that cross a border, each once, and the inside that an average byte inside is in; and
+    a little for every border that a value crosses."""
+    born, dies = dict[int, int](), dict[int, int]()
+    for op in graph.operators:
+        born |= {v: op.path[0] for v in op.results if v is not None and graph.values[v].differentiated}
+        dies |= {v: op.path[0] for v in op.operands if v in born}
+    borders = [start for start, _ in runs[1:]]
+    crossed = {v: sum(at < border <= dies.get(v, at) for border in borders) for v, at in born.items()}
+    inside = [sum(graph.values[v].bytes for v in kept_values(graph) if a <= born.get(v, -1) < b) for a, b in runs]
+    kept = sum(graph.values[v].bytes * ((count > 0) + 0.03 * count) for v, count in crossed.items())
+    return kept + sum(size**2 for size in inside) / sum(inside)
+
+
+@pytest.mark.parametrize("body", [lambda x, w: jnp.sin(x @ w), lambda x, w: jnp.sin(x) * (x @ w)])
+def test_no_other_segments_hold_less(body: Any) -> None:
+    graph = graph_of(4, body)
+    equations = 1 + max(operator.path[0] for operator in graph.operators)
+    every = [
+        list(pairwise([0, *borders, equations]))
+        for count in range(1, equations)
+        for borders in combinations(range(1, equations), count)
+    ]
+    best = min(held_bytes(graph, runs) for runs in every)
+    found = layer_segments(graph)[()]
+    # A segment of one equation is none.
+    whole = [0, *(start for start, _ in found[1:]), equations]
+    assert held_bytes(graph, list(pairwise(whole))) == pytest.approx(best)
+
+
 def test_every_number_is_another_way_and_keeps_no_more_than_the_one_before(climbed: Ladder) -> None:
     graph = graph_of(8, cheap_around)
     ways = [climbed.at(number) for number in range(climbed.top + 1)]
@@ -73,6 +131,17 @@ def test_shares_and_numbers_are_the_same_places(climbed: Ladder) -> None:
     # What is computed may be nearly nothing, and is never less.
     assert climbed.number_at(1e-9) == 1
     assert climbed.number_at(MIDDLE + 1e-9) == climbed.number(SELECTIVE) + 1
+
+
+def test_equal_shares_are_equal_bytes(climbed: Ladder) -> None:
+    graph = graph_of(8, cheap_around)
+    nothing, middle, least = (kept_bytes(graph, climbed.at(number)) for number in (NONE, SELECTIVE, ALL))
+    for number in range(climbed.top + 1):
+        kept = kept_bytes(graph, climbed.at(number))
+        lower = MIDDLE * (nothing - kept) / (nothing - middle)
+        upper = MIDDLE + (1 - MIDDLE) * (middle - kept) / (middle - least)
+        expected = lower if number <= climbed.number(SELECTIVE) else upper
+        assert climbed.share_of(number) == pytest.approx(expected, abs=0.02)
 
 
 def test_the_middle_is_the_rung_of_its_price_where_there_is_no_higher_one() -> None:

@@ -9,11 +9,14 @@ rung than the others.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from sys import maxsize
+
+import numpy as np
 
 from .graph import Graph, Operator, Path
 from .kept_results import is_opaque, kept_results, moved_again
@@ -29,7 +32,7 @@ NONE, SELECTIVE, ALL = 0, maxsize // 2, maxsize
 MIDDLE = 0.5
 
 # Of shares that are computed.
-_ROUNDING = 1e-6
+_ROUNDING = 1e-12
 
 # Of the middle rung: bytes moved again for a byte that is not kept (`kept_results`). Chosen, not measured: in 16 bits a
 # product takes that much whose sums have 600 terms; scores of attention, of 64 or 128, take less with all around them.
@@ -46,6 +49,10 @@ MOST_KEPT = 0.95
 
 # What a rung keeps less than the one before, as a share of that, or it is none. Chosen, not measured.
 _LESS = 0.02
+
+# Of two rungs the distance that is taken for the least, as a share of what nothing rematerialised keeps: some segments
+# keep as much on both. Chosen, not measured.
+_APART = 1e-3
 
 # A program of fewer segments than `_FEW` has about `_MANY` ways between two prices: results that go at one of them go
 # one after the other (a loop is one segment, and products of as many terms all go at once); and prices below the middle
@@ -81,10 +88,12 @@ class Ladder:
     Args:
       rungs: a way for each segment, what keeps most first. None where nothing can be rematerialised.
       middle: how many of them are up to the one that keeps what is dear to make; the last one where there is none.
+      heights: of each number the bytes that it keeps less than 0, with a least distance to the one before.
     """
 
     rungs: tuple[tuple[_Rung, ...], ...]
     middle: int = 0
+    heights: tuple[float, ...] = (0.0,)
 
     @property
     def segments(self) -> int:
@@ -101,21 +110,16 @@ class Ladder:
         return self.segments * self.middle if remat == SELECTIVE else min(remat, self.top)
 
     def number_at(self, share: float) -> int:
-        """The number that is so far between none (0) and all segments on the last rung (1); at MIDDLE all are on the
-        middle one, and on both sides of it numbers are at equal distances. The next number up where it is between."""
-        middle = self.number(SELECTIVE)
-        if share <= MIDDLE:
-            low, high, way = 0, middle, share / MIDDLE
-        else:
-            low, high, way = middle, self.top, (share - MIDDLE) / (1 - MIDDLE)
-        return low + max(ceil(way * (high - low) - _ROUNDING), int(way > 0 and high > low))
+        """The first number that is so far between none (0) and all segments on the last rung (1)."""
+        return bisect_left(range(self.top), share - _ROUNDING, key=self.share_of)
 
     def share_of(self, number: int) -> float:
-        """The share at which a number is."""
-        middle = self.number(SELECTIVE)
-        if number <= middle:
-            return MIDDLE * number / middle if middle else 0.0
-        return MIDDLE + (1 - MIDDLE) * (number - middle) / (self.top - middle)
+        """How far a number is between none (0) and all segments on the last rung (1), by what they keep less: at MIDDLE
+        all are on the middle one, and on both sides of it equal shares are equal bytes."""
+        middle, height = self.heights[self.number(SELECTIVE)], self.heights[number]
+        if height <= middle:
+            return MIDDLE * height / middle if middle else 0.0
+        return MIDDLE + (1 - MIDDLE) * (height - middle) / (self.heights[-1] - middle)
 
     def levels(self, number: int) -> tuple[int, int, int]:
         """How many rungs up the first segments are, how many the others, and how many the first are."""
@@ -163,29 +167,35 @@ def ladder_of(
     segments = [_Segment(graph, level, run, prices) for _, level, run in every]
     last = tuple(one.whole for one in segments)
 
-    def held(rung: Sequence[_Rung]) -> float:
-        marked = rematerialise(graph, _together(rung))
-        return _bytes(marked, kept(marked))
+    segment_of = {op.index: number for number, one in enumerate(segments) for op in one.own}
 
-    nothing, least = _bytes(graph, kept(graph)), held(last)
-    most = most_kept * nothing
+    def held(rung: Sequence[_Rung]) -> np.ndarray:
+        """Bytes that are kept of what each segment makes, and of what none makes."""
+        marked, found = rematerialise(graph, _together(rung)), np.zeros(len(segments) + 1)
+        for value in kept(marked):
+            if value in graph.producer:
+                maker = graph.operators[graph.producer[value][0]]
+                found[segment_of.get(maker.index, -1)] += graph.values[value].bytes * maker.repeats
+        return found
+
+    nothing, least = held(()), held(last)
+    most = most_kept * nothing.sum()
     rungs: list[tuple[_Rung, ...]] = []
+    kept_bytes = [nothing]
     middle = 0
     for price, rung in _candidates(segments, prices):
         if not middle and rungs and price > SELECTIVE_PRICE:
             middle = len(rungs)
         if rung != last:
             inside = all(one.runs == whole.runs for one, whole in zip(rung, last, strict=True))
-            here = least + sum(map(_Segment.held, segments, rung)) if inside else held(rung)
-            if here <= most:
+            here = least + np.array([*map(_Segment.held, segments, rung), 0.0]) if inside else held(rung)
+            if here.sum() <= most:
                 rungs.append(rung)
-                most = (1 - _LESS) * here
-    return Ladder((*rungs, last), middle or len(rungs) or 1)
-
-
-def _bytes(graph: Graph, values: Collection[int]) -> float:
-    makers = {v: graph.operators[graph.producer[v][0]] for v in values if v in graph.producer}
-    return sum(graph.values[v].bytes * operator.repeats for v, operator in makers.items())
+                kept_bytes.append(here)
+                most = (1 - _LESS) * here.sum()
+    less = -np.diff([*kept_bytes, least], axis=0)[:, :-1].ravel()
+    heights = np.cumsum(np.maximum(less, _APART * nothing.sum() / len(segments)))
+    return Ladder((*rungs, last), middle or len(rungs) or 1, (0.0, *heights.tolist()))
 
 
 def _candidates(segments: Sequence[_Segment], prices: Sequence[float]) -> Iterator[tuple[float, tuple[_Rung, ...]]]:
@@ -233,8 +243,8 @@ class _Segment:
     def __init__(self, graph: Graph, level: Path, run: tuple[int, int], prices: Sequence[float]) -> None:
         self._graph, self._level, self._run = graph, level, run
         self.whole = _Rung(level, (run,))
-        self._own = list(_operators(graph, level, run))
-        self._by_path = {op.path: op for op in self._own}
+        self.own = list(_operators(graph, level, run))
+        self._by_path = {op.path: op for op in self.own}
         self._prices = prices
         # Calls that are left out at each price, as equations of the level; None where there is but the last rung.
         self._calls = [self._left_out(price) for price in prices]
@@ -244,9 +254,9 @@ class _Segment:
 
     def _left_out(self, price: float) -> tuple[int, ...] | None:
         # Regions of the user's own make what enters them again, whatever is kept around them.
-        if any(op.region is not None for op in self._own):
+        if any(op.region is not None for op in self.own):
             return None
-        calls = [op for op in self._own if is_opaque(self._graph, op, price)]
+        calls = [op for op in self.own if is_opaque(self._graph, op, price)]
         # In a loop, what such a call has gathered of parameters would be kept for all trips.
         if self._level and any(_reads_parameters(self._graph, op) for op in calls):
             return None
@@ -284,7 +294,7 @@ class _Segment:
         kept = [frozenset[Path]() for _ in self._prices]
         sizes: dict[Path, float] = {}
         for a, b in pieces:
-            inside = [op for op in self._own if a <= op.path[depth] < b]
+            inside = [op for op in self.own if a <= op.path[depth] < b]
             made = {v for op in inside for v in op.results if v is not None}
             # What others read is kept for them: it enters another segment, or an operator whose derivative reads it.
             numbers = {op.index for op in inside}

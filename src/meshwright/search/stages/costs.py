@@ -30,11 +30,11 @@ from .reserve import MemoryReserve
 from .solved import SolvedStage, better_of
 from .solver import RANGE_GAP, Place, StageSolver
 
-# To find how far up its ladder a range is best, the first step is this share of all ways, so many ways are looked at,
-# and none near one that takes so many times what another way does. With half the first step, no bound and no bound a
-# search of gpt3-1.3b for 8 V100s solved 91 ranges instead of 32, in 1.4 times the time, and found the same step (on
-# ladders of two rungs, where a step was as many segments).
-_STEPS, _TRIES, _MUCH = 24, 3, 1.05
+# To find how far up its ladder a range is best: the first step, as of `Ladder.share_of`, at how many places it is
+# tried, and that none is near one which takes so many times what another way does. With half the first step and without
+# the bounds a search of gpt3-1.3b for 8 V100s solved 91 ranges instead of 32, in 1.4 times the time, and found the same
+# step (on ladders of two rungs, where a step was as many segments).
+_STEP, _TRIES, _MUCH = 1 / 24, 4, 1.05
 
 
 class StageCosts:
@@ -78,6 +78,7 @@ class StageCosts:
     ) -> None:
         self.program = program
         self.submeshes = submeshes
+        self._is_free = remat is None  # to compute as much again as is best
 
         kinds = coarser.solver.kind_of if coarser is not None else Kinds(submeshes, meshes, own_meshes)
 
@@ -339,12 +340,11 @@ class StageCosts:
         self, place: Place, again: float, in_flight: int, limit: float, best: float
     ) -> tuple[SolvedStage, int] | None:
         """The best solution in so many bytes of a device that forests find, and how it is rematerialised: as a ladder
-        is so far up. Where some segments are higher than others, more and fewer are tried too, as long as that may be
-        faster than `best` seconds of a step."""
+        is so far up. Where that is neither nothing nor all, more and less is tried too, as long as that may be faster
+        than `best` seconds of a step."""
         ladder = self.solver.ladder(place.first, place.last)
         at = ladder.number_at(again)
-        some = again not in (0.0, MIDDLE, 1.0)
-        if some and at in (0, ladder.top):
+        if again not in (0.0, MIDDLE, 1.0) and at in (0, ladder.top):
             return None  # its parts have more segments than the range, or more rungs
         found: dict[int, SolvedStage | None] = {}
 
@@ -354,22 +354,24 @@ class StageCosts:
             stage = found[remat]
             return inf if stage is None else self.estimates.step_seconds(option_of(stage))
 
-        step = max(ladder.top // _STEPS, 1) if some else 0
+        step = _STEP if self._is_free and 0 < again < 1 and ladder.top > 1 else 0.0
         while step and len(found) < _TRIES:
             # What does not fit may do so with more; what is much slower than another way is not looked into.
             here = seconds(at)
             if here > _MUCH * best and isfinite(here):
                 break
-            near = [one for one in (at + step, at - step) if 0 < one < ladder.top and (one > at or isfinite(here))]
+            more = min(max(ladder.number_at(ladder.share_of(at) + step), at + 1), ladder.top - 1)
+            less = max(min(ladder.number_at(ladder.share_of(at) - step), at - 1), 1)
+            near = [one for one in (more, less) if one > at or (one < at and isfinite(here))]
             better = next((one for one in near if seconds(one) < here), None)
             if better is not None:
                 at = better
-            elif isfinite(here):
-                step //= 2
-            elif not near:
+            elif isfinite(here) and max(more - at, at - less) > 1:
+                step /= 2
+            elif isfinite(here) or not near:
                 break
             else:
-                at = near[0]
+                at, step = more, 2 * step
         at = min(found, key=seconds, default=at)
         return (stage, at) if isfinite(seconds(at)) and (stage := found[at]) is not None else None
 
