@@ -20,7 +20,7 @@ from meshwright._jax.jaxpr import OWN_KERNEL, called_body, is_dropped, is_litera
 from meshwright._jax.liveness_builder import Builder
 from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_collective
 from meshwright._jax.liveness_pipelined import Late, scatters_of_stacks
-from meshwright._jax.liveness_turned import has_turned_slices, is_turned, read_as
+from meshwright._jax.liveness_turned import is_turned, read_as, turned_slices
 from meshwright._jax.ragged_on_cpu import products_of_all_groups
 
 _PLAIN = (bool, int, str, type(None))  # parameters that are compared as they are
@@ -311,7 +311,7 @@ class _Reader(Builder):
         if self.on_tpu:
             reads = [*reads[: consts + carries], *self._narrowed(body, reads[consts + carries :], consts + carries)]
         elif self.on_gpu:
-            same = [self._turned_before(body, var, reads[rank]) for rank, var in enumerate(body.invars[:consts])]
+            same = self._turned_before(body, reads[:consts])
             inner.given.update(arguments[rank] for rank in range(consts) if same[rank] != reads[rank])
             stacks = self._turned(body, reads[consts + carries :], consts + carries)
             reads = [*same, *reads[consts : consts + carries], *stacks]
@@ -458,13 +458,16 @@ class _Reader(Builder):
             found.append(stack)
         return found
 
-    def _turned_before(self, jaxpr: Any, var: Any, value: int) -> int:
+    def _turned_before(self, body: Any, constants: Sequence[int]) -> list[int]:
         """What a loop is given for all trips: copied before it where a loop inside takes slices that are turned. XLA
         gives it the copy in place of the stack, as long as it runs."""
-        if not has_turned_slices(jaxpr, var):
-            return value
-        aval = jax.ShapeDtypeStruct(*self.types[value])
-        return self.emit(Kind.OPAQUE, "copy", [value], [aval], key="turned")[0]
+        turned, found = turned_slices(body), list[int]()
+        for var, value in zip(body.invars, constants, strict=False):
+            if var in turned:
+                aval = jax.ShapeDtypeStruct(*self.types[value])
+                (value,) = self.emit(Kind.OPAQUE, "copy", [value], [aval], key="turned")
+            found.append(value)
+        return found
 
     def _sunk(self, inner: _Reader, value: int, known: dict[int, int | None]) -> int | None:
         """A constant of a loop that is a number spread out, on TPUs also arithmetic of such and of iotas, made again in

@@ -7,27 +7,26 @@ from collections.abc import Iterable
 from typing import Any
 
 from meshwright._jax.dataflow import GATHERS
-from meshwright._jax.jaxpr import OWN_KERNEL, called_body, open_jaxpr, scan_parts
+from meshwright._jax.jaxpr import OWN_KERNEL, called_body, is_literal, open_jaxpr, scan_parts
 
 
-def has_turned_slices(jaxpr: Any, var: Any) -> bool:
-    """Whether a loop takes slices of a variable that are turned, in a body or a call inside."""
-    for equation in jaxpr.eqns:
-        places = [place for place, atom in enumerate(equation.invars) if atom is var]
-        if not places:
-            continue
-        found: Iterable[bool] = ()
+def turned_slices(jaxpr: Any) -> set[Any]:
+    """The variables of which a loop takes slices that are turned, in a body or a call inside."""
+    found: set[Any] = set()
+    for equation in reversed(jaxpr.eqns):
+        turned: Iterable[int] = ()
         if equation.primitive.name == "scan":
             parts = scan_parts(equation)
             inner, first = open_jaxpr(parts.body), parts.num_consts + parts.num_carry
-            found = (place >= first and is_turned(inner, inner.invars[place]) for place in places)
+            turned = (place for place, var in enumerate(inner.invars) if place >= first and is_turned(inner, var))
         elif equation.primitive.name == "optimization_barrier":
-            found = (has_turned_slices(jaxpr, equation.outvars[place]) for place in places)
+            turned = (place for place, var in enumerate(equation.outvars) if var in found)
         elif (inner := open_jaxpr(called_body(equation))) is not None:
-            found = (has_turned_slices(inner, inner.invars[place]) for place in places)
-        if any(found):
-            return True
-    return False
+            of_call = turned_slices(inner)
+            turned = (place for place, var in enumerate(inner.invars) if var in of_call)
+        read = [equation.invars[place] for place in turned]
+        found.update(atom for atom in read if not is_literal(atom))
+    return found
 
 
 def is_turned(jaxpr: Any, var: Any, seen: set[Any] | None = None) -> bool:
