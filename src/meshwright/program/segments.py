@@ -74,10 +74,10 @@ def _best_cuts(graph: Graph, scans: set[int]) -> tuple[tuple[int, int], ...]:
     for v, at in born.items():
         if v in kept and at not in scans:
             inside[at - first] += graph.values[v].bytes
-    lives = [(at - first, dies[v] - first, graph.values[v].bytes) for v, at in born.items() if dies.get(v, at) > at]
     if not inside.any():
         return ()
-    cuts = [first + cut for cut in _cheapest_cuts(lives, inside[:-1])]
+    lives = [(at - first, dies[v] - first, graph.values[v].bytes) for v, at in born.items() if dies.get(v, at) > at]
+    cuts = [first + cut for cut in _cheapest_cuts(np.array(lives).reshape(-1, 3), inside[:-1])]
     if len(cuts) < 3:
         return ()
     pieces = []
@@ -91,43 +91,44 @@ def _best_cuts(graph: Graph, scans: set[int]) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a, b in pieces if b - a > 1)
 
 
-def _cheapest_cuts(lives: Sequence[tuple[int, int, float]], inside: np.ndarray) -> list[int]:
+def _cheapest_cuts(lives: np.ndarray, inside: np.ndarray) -> list[int]:
     """The borders of segments, both ends among them, that hold the fewest bytes: what crosses a border, once, and the
     inside of the segment that an average byte inside is in.
 
     Args:
-      lives: of each value the equation that makes it, the last that reads it, and its bytes.
+      lives: of each value the equation that makes it, the last that reads it, and its bytes, `[values, 3]`.
       inside: bytes that each equation makes and a backward pass needs.
     """
-    count = len(inside)
-    before = np.concatenate([[0.0], np.cumsum(inside)])
-    crossing = np.zeros(count + 1)  # bytes at the border before each equation
-    made: list[list[tuple[int, float]]] = [[] for _ in range(count + 1)]
-    gone: list[list[tuple[int, float]]] = [[] for _ in range(count + 1)]
-    for at, until, size in lives:
-        crossing[at + 1 : until + 1] += size
-        made[at + 1].append((at, size))
-        gone[until + 1].append((at, size))
-    lowest = np.ones(count + 1, dtype=bool)  # no fewer bytes cross a border beside it
+    made, read, sizes = lives[:, 0].astype(int), lives[:, 1].astype(int), lives[:, 2]
+    change = np.zeros(len(inside) + 1)
+    np.add.at(change, made + 1, sizes)
+    np.add.at(change, read + 1, -sizes)
+    crossing = np.cumsum(change)  # bytes at the border before each equation, and at the end
+    lowest = np.ones(len(crossing), dtype=bool)  # no fewer bytes cross a border beside it
     lowest[1:-1] = (crossing[1:-1] <= crossing[:-2]) & (crossing[1:-1] <= crossing[2:])
-    alive = np.zeros(count + 1)  # bytes at a border by the equation that made them
-    cost = np.full(count + 1, np.inf)
-    cost[0], best = 0.0, [0] * (count + 1)
-    for border in range(1, count + 1):
-        for at, size in made[border]:
+    borders = np.flatnonzero(lowest)
+    before = np.concatenate([[0.0], np.cumsum(inside)])[borders]
+    # Of each value the first border that it crosses, and the first that it does not any more.
+    first, past = (np.searchsorted(borders, at, side="right") for at in (made, read))
+    events: list[list[tuple[int, float]]] = [[] for _ in borders]
+    for come, gone, size in zip(first.tolist(), past.tolist(), sizes.tolist(), strict=True):
+        if come < gone:
+            events[come].append((come - 1, size))
+            events[gone].append((come - 1, -size))
+    alive = np.zeros(len(borders))  # bytes at a border that were made between each earlier one and the next
+    cost, best = np.zeros(len(borders)), [0] * len(borders)
+    for border in range(1, len(borders)):
+        for at, size in events[border]:
             alive[at] += size
-        for at, size in gone[border]:
-            alive[at] -= size
-        if lowest[border]:
-            kept = alive[border::-1].cumsum()[::-1]  # those made since each earlier border
-            held = (before[border] - before[:border]) ** 2 / before[-1]
-            costs = cost[:border] + kept[:border] + held + _CROSSING * crossing[border]
-            best[border] = int(costs.argmin())
-            cost[border] = costs[best[border]]
-    cuts = [count]
+        kept = alive[:border][::-1].cumsum()[::-1]  # those made since each earlier border
+        held = (before[border] - before[:border]) ** 2 / before[-1]
+        costs = cost[:border] + kept + held + _CROSSING * crossing[borders[border]]
+        best[border] = int(costs.argmin())
+        cost[border] = costs[best[border]]
+    cuts = [len(borders) - 1]
     while cuts[-1]:
         cuts.append(best[cuts[-1]])
-    return cuts[::-1]
+    return borders[cuts[::-1]].tolist()
 
 
 def rematerialise(graph: Graph, segments: Segments) -> Graph:
