@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from operator import truediv
 from statistics import geometric_mean
 from typing import Any
 
@@ -52,6 +53,7 @@ def measured(request: tuple[str, str, int | None, float | None], seconds: float)
     from meshwright.cluster import load_cluster
     from meshwright.errors import PlanError
     from meshwright.planning.plan_for import plan_without_advice
+    from meshwright.planning.refine import held_bytes, usable_bytes
     from meshwright.planning.request import PlanOptions
     from meshwright.program.traces import traces_of
 
@@ -75,7 +77,7 @@ def measured(request: tuple[str, str, int | None, float | None], seconds: float)
         found[remat or "chosen"] = {
             "step_seconds": planning.step_seconds, "microbatches": plan.microbatches, "stages": len(plan.stages),
             "rematerialised": sorted({stage.remat for stage in plan.stages}),
-            "memory_share": max(stage.memory.total / stage.memory_limit_bytes for stage in plan.stages),
+            "memory_share": max(map(truediv, held_bytes(plan), usable_bytes(plan))),
             "computed_again": max(0.0, plan.predicted.flops_per_device / model - 1),
             "planning_seconds": round(planning.seconds, 1),
         }  # fmt: skip
