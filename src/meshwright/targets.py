@@ -206,9 +206,10 @@ def _module(path: Path, text: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # As when a script runs: it may import its neighbours, and its dataclasses look their own module up by name.
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent.resolve()))
+    folder = str(path.parent.resolve())
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path.pop(0)
+        sys.path.remove(folder)  # wherever it is by now: the file may have put others before it, which stay
     return module

@@ -247,6 +247,16 @@ def test_files_that_are_no_targets(module: Path, function: str, options: dict[st
         load_target(f"{module}{function}", **options)
 
 
+def test_what_a_file_puts_on_the_path_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may import from there once its function runs."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before, other, file = [*sys.path], tmp_path / "other", tmp_path / "places.py"
+    file.write_text(f"import sys\nsys.path.insert(0, {str(other)!r})\ndef nothing():\n    return None\n")
+    with pytest.raises(TargetError):
+        load_target(f"{file}:nothing")
+    assert sys.path == [str(other), *before]
+
+
 def test_a_file_that_is_absent() -> None:
     with pytest.raises(TargetError, match=r"no file nowhere\.py"):
         load_target("nowhere.py:make")

@@ -20,6 +20,7 @@ from meshwright._jax.ahead import has_cuda_compiler, has_tpu_compiler
 from meshwright._jax.dataflow import MEGACORE, WIDE, WIDEST, Kind, Operation, Program, Use, Value
 from meshwright._jax.liveness_adapter import dataflow_of
 from meshwright._jax.liveness_collectives import _group
+from meshwright._jax.random import random_bits_at
 from meshwright._jax.tiles import elements_in_tiles
 from meshwright.api import plan_for, value_and_grad
 from meshwright.cluster import load_cluster
@@ -432,16 +433,23 @@ def test_a_stack_is_copied_in_a_branch_that_turns_its_slices() -> None:
     assert [op.name for body in branch.bodies for op in body.operations].count("copy") == 1
 
 
-def test_gpus_make_random_bits_in_the_kernel_that_compares_them() -> None:
-    """Of dropout a mask is stored, a byte an element; its bits, four bytes, are not."""
+@pytest.mark.parametrize("name", ["random_bits", "threefry2x32"])
+def test_gpus_make_random_bits_in_the_kernel_that_compares_them(name: str) -> None:
+    """Of dropout a mask is stored, a byte an element; its bits, four bytes, are not: those of a part of an array
+    neither, which are drawn by position."""
     size = 2**16
 
+    def drawn(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if name == "random_bits":
+            return jax.random.bernoulli(key, 0.5, shape)
+        return random_bits_at(key, 32, (8 * size,), [jnp.arange(size, dtype=jnp.uint32)]) < jnp.uint32(2**31)
+
     def step(key: jax.Array, x: jax.Array) -> Any:
-        dropped, pull = jax.vjp(lambda x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0), jnp.sin(x))
+        dropped, pull = jax.vjp(lambda x: jnp.where(drawn(key, x.shape), x, 0.0), jnp.sin(x))
         return dropped, pull(jnp.cumsum(dropped))
 
     found = dataflow_of(step, jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((size,), jnp.float32),
                         platform="gpu")  # fmt: skip
-    bits = {one.writes[0] for one in found.operations if one.name == "random_bits"}
+    bits = {value for one in found.operations if one.name == name for value in one.writes}
     assert bits
     assert not bits.intersection(value for kernel in Fusion(found).run() for value in kernel.writes)

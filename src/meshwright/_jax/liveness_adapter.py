@@ -22,6 +22,7 @@ from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_colle
 from meshwright._jax.liveness_pipelined import Late, scatters_of_stacks
 from meshwright._jax.liveness_turned import is_turned, read_as, turned_slices
 from meshwright._jax.ragged_on_cpu import products_of_all_groups
+from meshwright._jax.random import is_drawn_by_arithmetic
 
 _PLAIN = (bool, int, str, type(None))  # parameters that are compared as they are
 _VIEWS = ("reshape", "squeeze", "expand_dims", "stop_gradient", "sharding_constraint", "pvary", "pcast", "copy", "name")
@@ -262,8 +263,10 @@ class _Reader(Builder):
             constant_divisor = name == "div" and is_literal(equation.invars[1])  # a multiplication, really
             expensive = name in _EXPENSIVE and not constant_divisor
             return self.arithmetic(name, reads, avals, key, expensive=expensive, library=name in _LIBRARY)
-        if name == "random_bits" and self.on_gpu:  # numbers by position, made in the kernel that compares them
-            return self.emit(Kind.BROADCAST, name, reads, avals, key=key, expensive=True)
+        if self.on_gpu and is_drawn_by_arithmetic(name):  # made in the kernel that compares them
+            drawn = enumerate(avals)
+            made = [self.emit(Kind.BROADCAST, name, reads, [one], key=(key, n), expensive=True) for n, one in drawn]
+            return tuple(value for (value,) in made)
         scratch = scratch_of(equation, self.platform) if name in (FORWARD, BACKWARD) else []
         made = self.emit(Kind.OPAQUE, name, reads, [*avals, *scratch], key=None if equation.effects else key)
         return made[: len(avals)]

@@ -49,6 +49,13 @@ def is_drawn_by_position(aval: Any) -> bool:
     return name == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)  # pyrefly: ignore
 
 
+def is_drawn_by_arithmetic(name: str) -> bool:
+    """Whether GPUs draw bits by a primitive of this name by arithmetic, which compilers take into other kernels, and
+    not by a kernel of JAX's."""
+    kernel = jax.config.jax_threefry_gpu_kernel_lowering  # pyrefly: ignore
+    return name in ("random_bits", "threefry2x32") and not kernel
+
+
 def random_bits_at(key: jax.Array, bit_width: int, shape: Sequence[int], positions: Sequence[jax.Array]) -> jax.Array:
     """Some bits of an array drawn from one typed key.
 

@@ -363,9 +363,12 @@ def _is_made_twice(graph: Graph, operator: Operator, *, wide: bool = False) -> b
     results = [v for v in operator.results if v is not None]
     narrow = any(graph.values[v].dtype in _NARROW for v in results)
     if operator.name == "convert_element_type" and not narrow:
-        # Statistics are taken of a float32 copy, or of a sum before it is rounded, which stays for its other readers.
+        # Statistics are taken of a sum before it is rounded, which stays for its other readers; of what is stored
+        # anyway, the result of a product, each reader makes its own float32 copy.
         (value,) = operator.operands
         widened = value is not None and graph.values[value].dtype in _NARROW
+        if value in graph.producer and not is_cheap(graph.operators[graph.producer[value][0]].name):
+            return True
         return not (widened and len({user for v in results for user, _ in graph.consumers.get(v, ())}) > 1)
     if operator.name in MOVING:
         return True
