@@ -210,6 +210,14 @@ def _module(path: Path, text: str) -> ModuleType:
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise TargetError(
+            refused=f"the target {text!r}", got=f"{type(error).__name__}: {error}",
+            needed="a file that can be imported", where=str(path),
+            try_=f"running it by itself: python {path}; MESHWRIGHT_DEBUG=1 shows the traceback",
+        ) from error  # fmt: skip
     finally:
-        sys.path.remove(folder)  # wherever it is by now: the file may have put others before it, which stay
+        if folder in sys.path:  # wherever it is by now: the file may have put others before it, which stay
+            sys.path.remove(folder)
     return module

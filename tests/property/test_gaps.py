@@ -77,6 +77,10 @@ REQUESTS: dict[str, Callable[[], EveryPlan]] = {
     ),
     "little memory, one host": lambda: EveryPlan(
         *perceptron([64] * 5, 32),
+        cluster_of(1, 2, flops=0.119, latency=0.00129, kernel=0.747, kind="Tesla V100-SXM2-16GB"), memory_bytes=100e3,
+    ),
+    "little memory, microbatches": lambda: EveryPlan(
+        *perceptron([64] * 5, 32),
         cluster_of(1, 2, flops=0.119, latency=0.00129, kernel=0.747, kind="Tesla V100-SXM2-16GB"), memory_bytes=104e3,
     ),
     "little memory, a pipeline": lambda: EveryPlan(

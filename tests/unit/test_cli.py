@@ -247,11 +247,26 @@ def test_files_that_are_no_targets(module: Path, function: str, options: dict[st
         load_target(f"{module}{function}", **options)
 
 
+def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
+    """As one whose function fails: what went wrong, where, and what to try."""
+    file = tmp_path / "broken.py"
+    file.write_text("import no_such_package\n")
+    with pytest.raises(TargetError, match="No module named 'no_such_package'") as refused:
+        load_target(f"{file}:make")
+    assert str(file) in str(refused.value)
+    assert "MESHWRIGHT_DEBUG=1" in str(refused.value)
+
+
 def test_what_a_file_puts_on_the_path_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may import from there once its function runs."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     before, other, file = [*sys.path], tmp_path / "other", tmp_path / "places.py"
     file.write_text(f"import sys\nsys.path.insert(0, {str(other)!r})\ndef nothing():\n    return None\n")
+    with pytest.raises(TargetError):
+        load_target(f"{file}:nothing")
+    assert sys.path == [str(other), *before]
+    # Nor does it matter that a file has taken its own folder away.
+    file.write_text("import sys\nsys.path.pop(0)\ndef nothing():\n    return None\n")
     with pytest.raises(TargetError):
         load_target(f"{file}:nothing")
     assert sys.path == [str(other), *before]
