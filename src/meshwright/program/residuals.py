@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from .._jax.dataflow import CHEAP_BEFORE_AMPERE, MEGACORE, WIDEST
+from .._jax.dataflow import CHEAP_BEFORE_AMPERE, CHEAP_ON_GPUS, MEGACORE, WIDEST
 from .graph import Graph, Operator, Path, once_for_each
 
 # The derivative reads no operand (index operands, which have no derivative of their own, excepted).
@@ -125,6 +125,8 @@ DEAR = frozenset(
     """acos acosh asin asinh atan atan2 atanh cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1 lgamma log log1p
     logistic pow rsqrt sinh sqrt tan tanh""".split()  # noqa: SIM905 (a table, not a column)
 )
+# Of these, what a platform does twice all the same.
+_CHEAP = {"gpu": CHEAP_ON_GPUS, WIDEST: CHEAP_BEFORE_AMPERE}
 # Arithmetic in these is in float32, and the rounding is not done twice.
 _NARROW = ("bfloat16", "float16")
 
@@ -219,7 +221,7 @@ def kept_inputs(graph: Graph) -> frozenset[int]:
 def kept_in_one_program(graph: Graph, platform: str = "cpu") -> frozenset[int]:
     """What `kept_values` are where forward and backward pass are one program. The products of a TPU compute their
     operands from whatever is stored, in both passes; but sums that others read too are stored, and chips of two cores
-    store divisions for products. GPUs before Ampere round nothing, and make again what their memory is slower for.
+    store divisions for products. GPUs make again what is cheap for them, those before Ampere more, which round nothing.
 
     Args:
       graph: of the program.
@@ -229,6 +231,8 @@ def kept_in_one_program(graph: Graph, platform: str = "cpu") -> frozenset[int]:
         return _kept_by_two_cores(graph)
     if platform == WIDEST:
         return _kept_before_ampere(graph)
+    if platform.startswith("gpu"):
+        return _kept_by_gpu(graph)
     return _kept_by_tpu(graph) if platform == "tpu" else _kept_in_one_program(graph)
 
 
@@ -317,14 +321,21 @@ def is_divided_for_products(graph: Graph, operator: Operator) -> bool:
 
 @once_for_each
 def _kept_before_ampere(graph: Graph) -> frozenset[int]:
-    return _heads(
-        graph, lambda operator: _is_made_again(graph, operator) and _is_made_twice(graph, operator, wide=True)
-    )[0]
+    return _kept_where_made_twice(graph, WIDEST)
+
+
+@once_for_each
+def _kept_by_gpu(graph: Graph) -> frozenset[int]:
+    return _kept_where_made_twice(graph, "gpu")
 
 
 @once_for_each
 def _kept_in_one_program(graph: Graph) -> frozenset[int]:
-    return _heads(graph, lambda operator: _is_made_again(graph, operator) and _is_made_twice(graph, operator))[0]
+    return _kept_where_made_twice(graph, "cpu")
+
+
+def _kept_where_made_twice(graph: Graph, platform: str) -> frozenset[int]:
+    return _heads(graph, lambda one: _is_made_again(graph, one) and _is_made_twice(graph, one, platform))[0]
 
 
 def is_had_again(graph: Graph, value: int, *, one_program: bool, platform: str = "cpu") -> bool:
@@ -355,27 +366,35 @@ def is_had_again(graph: Graph, value: int, *, one_program: bool, platform: str =
     return True
 
 
-def _is_made_twice(graph: Graph, operator: Operator, *, wide: bool = False) -> bool:
-    """Whether a compiler that has both passes at hand fuses a cheap operator into the readers of both; `wide` of GPUs
-    that round nothing (`kept_itemsize`), and whose memory is slow for their arithmetic."""
+def _is_made_twice(graph: Graph, operator: Operator, platform: str) -> bool:
+    """Whether a compiler that has both passes at hand fuses a cheap operator into the readers of both.
+
+    Args:
+      graph: it belongs to.
+      operator: which.
+      platform: "cpu"; "gpu", since Ampere; or WIDEST, GPUs that round nothing (`kept_itemsize`), and whose memory is slow
+        for their arithmetic.
+    """
     if len(operator.path) > 1:
         return True  # in the body of a loop a policy says so
     results = [v for v in operator.results if v is not None]
     narrow = any(graph.values[v].dtype in _NARROW for v in results)
     if operator.name == "convert_element_type" and not narrow:
-        # Statistics are taken of a sum before it is rounded, which stays for its other readers; of what is stored
-        # anyway, the result of a product, each reader makes its own float32 copy.
+        # Statistics are taken of a float32 copy, or of a sum before it is rounded, which stays for its other readers.
         (value,) = operator.operands
         widened = value is not None and graph.values[value].dtype in _NARROW
-        if value in graph.producer and not is_cheap(graph.operators[graph.producer[value][0]].name):
+        if not widened or len({user for v in results for user, _ in graph.consumers.get(v, ())}) <= 1:
             return True
-        return not (widened and len({user for v in results for user, _ in graph.consumers.get(v, ())}) > 1)
+        # What a product makes is stored in 16 bits by GPUs that multiply those, and each reader widens it.
+        return (
+            platform == "gpu" and value in graph.producer and not is_fusible(graph.operators[graph.producer[value][0]])
+        )
     if operator.name in MOVING:
         return True
     readers = (graph.operators[user].name for v in results for user, _ in graph.consumers.get(v, ()))
     written = any(not is_cheap(name) and name not in FUSED_BEFORE for name in readers)
-    rounded = narrow and not wide and operator.name != "select_n"
-    return not (written or rounded or operator.name in (DEAR - CHEAP_BEFORE_AMPERE if wide else DEAR))
+    rounded = narrow and platform != WIDEST and operator.name != "select_n"
+    return not (written or rounded or operator.name in DEAR - _CHEAP.get(platform, frozenset()))
 
 
 @once_for_each
