@@ -102,7 +102,9 @@ def _rows() -> tuple[Row, ...]:
             ("unet.py:unet", "dgx-a100-40:2", 256, ""), ("maxtext_decoders.py:llama2_7b", "dgx-h100:4", 64, ""),
             ("maxtext_decoders.py:llama2_7b", "dgx-h100:4", 64, "zero(stage=3)"),
             ("maxtext_decoders.py:mixtral_8x7b", "dgx-h100:4", 64, ""), ("gptj.py:gptj_6b", "dgx-a100-80:2", 64, ""),
-            ("nanogpt.py:gpt2_xl", "dgx-a100-40:1", 64, ""),
+            ("nanogpt.py:gpt2_xl", "dgx-a100-40:1", 64, ""), ("siglip.py:siglip_b16", "tpu-v5e:4", 2048, ""),
+            ("siglip.py:siglip_so400m", "tpu-v5e:8", 1024, ""), ("flax_examples.py:wmt_big", "dgx-a100-40:1", 256, ""),
+            ("flax_examples.py:resnet50", "dgx-a100-40:1", 4096, ""),
         ]  # fmt: skip
     return tuple(found)
 

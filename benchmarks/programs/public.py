@@ -33,6 +33,12 @@ def _found(*parts: str) -> Path:
     return path
 
 
+def source_of(*parts: str) -> tuple[str, str]:
+    """The text of a file of public code, and its path; arguments as of `import_from`."""
+    path = _found(*parts)
+    return path.read_text(), str(path)
+
+
 def stand_in(*modules: str) -> None:
     """Replace modules that public code imports and a train step does not use: input pipelines, logging, checkpoints.
 

@@ -372,8 +372,8 @@ def _is_made_twice(graph: Graph, operator: Operator, platform: str) -> bool:
     Args:
       graph: it belongs to.
       operator: which.
-      platform: "cpu"; "gpu", since Ampere; or WIDEST, GPUs that round nothing (`kept_itemsize`), and whose memory is slow
-        for their arithmetic.
+      platform: "cpu"; "gpu", since Ampere; or WIDEST, GPUs that round nothing (`kept_itemsize`), and whose memory is
+        slow for their arithmetic.
     """
     if len(operator.path) > 1:
         return True  # in the body of a loop a policy says so
