@@ -69,3 +69,27 @@ def test_stages_that_rematerialise_nothing_are_learned_of_apart():
     assert missed(8).limit(USABLE, last=False, again=False) < 10e9
     both = learned(8, 10e9, 20e9)
     assert both(8).limit(USABLE, last=False) == both(8).limit(USABLE, last=False, again=False) < 10e9
+
+
+def test_what_was_counted_in_vain_may_be_counted_beyond_what_there_is():
+    missed = MissedMemory(1.04)
+    missed.learn(8, [15e9, 14e9], [12e9, 13e9], [USABLE, USABLE], [False, False])
+    most = USABLE / 1.04
+    for known in (missed, missed.known):
+        assert known(8).limit(USABLE, last=False) == pytest.approx(most + 3e9)
+        assert known(8).limit(USABLE, last=False, again=False) == pytest.approx(most + 3e9)
+        assert known(8).limit(USABLE, last=True) == pytest.approx(most + 1e9)
+        assert known.limit_of_rank(8, 0, USABLE) == pytest.approx(most + 3e9)
+    assert missed(4).limit(USABLE, last=False) == most, "a guess, which may make a plan too large"
+    assert missed.known(4).limit(USABLE, last=False) == pytest.approx(most + 3e9)
+    assert missed.known(16).limit(USABLE, last=False) == pytest.approx(most + 1.5e9)
+    assert missed.limit_of_rank(8, 1, USABLE) >= USABLE
+
+
+def test_a_plan_that_is_too_large_counts_for_more_than_one_that_fits():
+    missed, most = MissedMemory(1.04), USABLE / 1.04
+    missed.learn(8, [15e9], [12e9], [USABLE], [False])
+    missed.learn(8, [18e9], [15.5e9], [USABLE], [False])
+    assert most < missed.known(8).limit(USABLE, last=True) < 18e9
+    missed.learn(8, [17e9], [15e9], [USABLE], [False])
+    assert missed.known(8).limit(USABLE, last=True) < 18e9, "of those that fit the last one counts, of the others all"

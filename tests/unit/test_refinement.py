@@ -151,6 +151,37 @@ def test_what_others_have_missed_keeps_no_faster_plan_from_being_found(monkeypat
     assert asked == [(inf, False, False), (inf, True, True), (pytest.approx(3.0, rel=0.01), True, False)]
 
 
+@pytest.mark.parametrize(("counted", "searches"), [(1.0, 1), (1.3, 2)])
+def test_a_plan_is_searched_for_in_memory_that_was_counted_in_vain(
+    counted: float, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that computes again, of which the search counts all memory, but which needs less of it."""
+    (stage,) = found().plan.stages
+    most, limits = stage.memory_limit_bytes, []
+
+    def holding(plan: Any, share: float) -> Any:
+        memory = replace(stage.memory, workspace=share * most - stage.memory.total + stage.memory.workspace)
+        return replace(plan, stages=(replace(stage, rematerialised=((0, 1),), memory=memory),))
+
+    written = lambda plan, *_, **options: holding(plan, 0.7 if len(limits) == 1 else 0.9)  # noqa: E731
+    monkeypatch.setattr(refine, "written_out", written)
+    predicted: Any = found().plan.predicted
+
+    def search(missed: Any, faster_than: float, seconds: float) -> SearchResult:
+        limits.append(missed("")(1).limit(most, last=True) / most)
+        plan = replace(
+            holding(found().plan, 0.7 * counted), predicted=replace(predicted, step_seconds=3.0 - len(limits))
+        )
+        result = replace(found(), plan=plan).bounded(1.0)
+        assert result.counted_seconds < faster_than
+        return result
+
+    best = Refinement(Asked(lambda: 100.0)).run(search, **WORDS)
+    assert best.step_seconds == 3.0 - searches
+    assert best.least_seconds == pytest.approx(1.0), "by the search that had all of the memory"
+    assert limits == pytest.approx([1 / refine.MARGIN, 1 / refine.MARGIN + 0.7 * (counted - 1)][:searches])
+
+
 def test_a_limit_of_no_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refine, "written_out", lambda *args, **options: pytest.fail("nothing is written out"))
     for options in ({"stages": 1}, {"stages": 2}, {"stages": None}, {"preset": "data_parallel"}):

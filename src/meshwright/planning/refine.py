@@ -4,7 +4,8 @@ Searches count memory by layouts. A plan that is found is therefore written out 
 its programs is counted. Where a device cannot hold that, what the search missed is reserved (`MissedMemory`), and the
 search is repeated in less memory; what it knows by then makes that quick. Until a plan fits, what plans in some numbers
 of microbatches have missed is reserved in all numbers. That is a guess, so that the others are searched once more then,
-without it, for something faster.
+without it, for something faster. So are all where a plan computes again what would fit, since its search counted bytes
+that its programs do not need: in as much more memory.
 
 The time limit, with one trace of the step on top, covers all of that: a search leaves time to write its plan out. Where
 no time is left for it and no other plan is known, the plan is returned with the memory that the search counts, and a
@@ -38,6 +39,13 @@ MARGIN = 1.04
 # How many plans of a part of the space may turn out to be too large. With 12 a perceptron of five layers of 64 x 64 is
 # refused on 8 V100s of 80 to 95 kB, where 19 to 25 plans of two parts lead to one that fits.
 ATTEMPTS = 24
+
+# From this share of a device's memory on that a plan leaves free, since its search counted as much in vain, there is a
+# search in more memory. Chosen, not measured: the smallest steps of rematerialisation are half of it.
+_IN_VAIN = 0.05
+
+# How many plans of such searches may turn out to be too large. Chosen, not measured.
+_FURTHER = 3
 
 # What a search may take of the time that writing its plan out leaves: the rest is for the next one, if that plan is too
 # large, as it is in six of nine rows of `benchmarks/time_limits.py` (gpt3-1.3b, and a loop in little memory). With 0.75
@@ -85,8 +93,9 @@ class Refinement:
         self._leanest: _TooLarge | None = None
         self._writing_seconds: float | None = None  # that the last plan took
         # Of all plans, by the first search, which had all memory: what is reserved later may rule out plans that fit.
+        # And by those with more.
         self._least_seconds: float | None = None
-        self._attempts = Counter[str]()
+        self._counts_in_vain = False  # whether the search of the last plan that fits did, and memory binds it
         self._counted: dict[Hashable, StageMemory] = {}
 
     def missed(self, part: str) -> MissedMemory:
@@ -102,7 +111,8 @@ class Refinement:
 
     def run(self, search: Search, *, what: str, where: str, try_: str | None = None) -> SearchResult:
         """The first plan of a search whose programs fit, with the memory that they need, or a faster one that is found
-        once no reserve is a guess; where no time is left to write it out, the first one, with a note.
+        once no reserve is a guess and no memory is counted in vain; where no time is left to write it out, the first
+        one, with a note.
 
         Args:
           search: given what may not be counted on a device, the seconds that a step may count for at most, and those
@@ -116,26 +126,30 @@ class Refinement:
           NothingFaster: if the search says so, or no time is left and the request is for what is faster than a plan.
         """
         exceeded = partial(self._exceeded, what, where, try_ or smaller_words(self._asked.remat))
-        best = self._first_that_fits(search, self.missed, self._asked.faster_than_seconds, exceeded)
+        best = self._first_that_fits(search, self.missed, self._asked.faster_than_seconds, exceeded, ATTEMPTS)
         # What was missed in some numbers of microbatches was reserved in the others too, where less may be missed.
         guessed = self._leanest is not None and self._asked.microbatches is None
-        if not guessed or self._spare_seconds <= 0 or best.counted_seconds <= (1 + WORTH) * best.least_seconds:
-            return best
-        try:
-            better = self._first_that_fits(search, self._known, (1 - WORTH) * best.counted_seconds, exceeded)
-        except (NothingFaster, PlanError):
-            return best
-        return better.preferred_to(best)
+        guessed = guessed and best.counted_seconds > (1 + WORTH) * best.least_seconds
+        while self._spare_seconds > 0 and (guessed or self._counts_in_vain):
+            attempts, guessed = ATTEMPTS if guessed else _FURTHER, False
+            most = (1 - WORTH) * best.counted_seconds
+            try:
+                best = self._first_that_fits(search, self._known, most, exceeded, attempts).preferred_to(best)
+            except (NothingFaster, PlanError):
+                break
+        return best
 
     def _known(self, part: str) -> MissedMemory:
         """What plans of a part of the space have missed, reserved in their own numbers of microbatches alone."""
         return self.missed(part).known
 
     def _first_that_fits(
-        self, search: Search, missed: Missed, most: float, exceeded: Callable[[float], MemoryExceeded]
+        self, search: Search, missed: Missed, most: float, exceeded: Callable[[float], MemoryExceeded], attempts: int
     ) -> SearchResult:
-        """The first plan of a search whose programs fit, and whose step counts for less than `most` seconds."""
-        while max(self._attempts.values(), default=0) < ATTEMPTS:
+        """The first plan of a search whose programs fit, and whose step counts for less than `most` seconds; so many
+        plans of a part of the space may be too large."""
+        made = Counter[str]()
+        while max(made.values(), default=0) < attempts:
             try:
                 found = search(missed, most, max(_SEARCH_SHARE * self._spare_seconds, 0.0))
             except NothingFaster as nothing:
@@ -148,6 +162,8 @@ class Refinement:
                 raise exceeded(self._least_seconds) from error
             if self._least_seconds is None:
                 self._least_seconds = found.least_seconds
+            elif self._counts_in_vain:  # what has more memory is ruled out by this search alone
+                self._least_seconds = min(self._least_seconds, found.least_seconds)
             found = found.bounded(self._least_seconds)
             assert found.program is not None  # what is written out
             if self._spare_seconds < 0:
@@ -158,7 +174,7 @@ class Refinement:
             platform = self._asked.cluster.device.compiler
             plan = written_out(found.plan, found.program, platform, counted=self._counted)
             self._writing_seconds = time.perf_counter() - begun
-            self._attempts[found.part] += 1
+            made[found.part] += 1
             if self._fits(plan, held_bytes(found.plan), found.part):
                 return replace(found, plan=plan)
         assert self._least_seconds is not None  # there was an attempt
@@ -176,17 +192,23 @@ class Refinement:
         return found.noted(NOT_COUNTED)
 
     def _fits(self, plan: Plan, counted: Sequence[float], part: str) -> bool:
-        """Whether a plan fits that was written out; else what the search of its part of the space missed, which
-        `counted` these bytes on a device of each rank, is learned."""
-        peaks, usable = held_bytes(plan), usable_bytes(plan)
-        ranks = list(enumerate(zip(peaks, usable, strict=True)))
-        if all(MARGIN * peak <= most for _, (peak, most) in ranks):
+        """Whether a plan fits that was written out. What the search of its part of the space missed or counted in vain,
+        which `counted` these bytes on a device of each rank, is learned."""
+        peaks, usable, stages = held_bytes(plan), usable_bytes(plan), _ranks(plan)
+        plain = [any(not stage.rematerialised for stage in each) for each in stages]
+        self.missed(part).learn(plan.microbatches, counted, peaks, usable, plain)
+        share, rank = max(
+            (MARGIN * peak / most, rank) for rank, (peak, most) in enumerate(zip(peaks, usable, strict=True))
+        )
+        if share <= 1:
+            self._counts_in_vain = any(
+                stage.rematerialised and min(most / MARGIN, seen) - peak > _IN_VAIN * most
+                for each, seen, peak, most in zip(stages, counted, peaks, usable, strict=True)
+                for stage in each
+            )
             return True
-        share, rank = max((MARGIN * peak / most, rank) for rank, (peak, most) in ranks)
         if self._leanest is None or share < self._leanest.share:
             self._leanest = _TooLarge(share, peaks[rank], usable[rank], plan.microbatches)
-        plain = [any(not stage.rematerialised for stage in stages) for stages in _ranks(plan)]
-        self.missed(part).learn(plan.microbatches, counted, peaks, usable, plain)
         return False
 
     def _exceeded(self, what: str, where: str, try_: str, least_seconds: float) -> MemoryExceeded:

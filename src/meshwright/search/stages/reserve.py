@@ -1,8 +1,8 @@
-"""The memory that a search has to leave free, learned from plans that turned out too large.
+"""The memory that a search has to leave free, or may count beyond what there is, learned from plans written out.
 
 Searches count bytes from layouts; the bytes of the resulting programs are known once these are traced. The two differ
-most for the head of a model, where several copies of the scores, the largest array, live at once. So the missing bytes
-are learned separately for the last stage, for stages that rematerialise nothing, and for all others.
+most for the head of a model, where several copies of the scores, the largest array, live at once. So the difference is
+learned separately for the last stage, for stages that rematerialise nothing, and for all others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TO_SPARE, _LEAST_STEP, _LARGEST_STEP = 1.1, 0.002, 0.1
 
 @dataclass(frozen=True, slots=True)
 class MemoryReserve:
-    """The bytes of a device that a search leaves free.
+    """The bytes of a device that a search leaves free; negative where it counts more than there is.
 
     >>> MemoryReserve(1e9, 2e9, margin=1.25).limit(10e9, last=True)
     6000000000.0
@@ -28,17 +28,22 @@ class MemoryReserve:
       inner: of any stage but the last.
       final: of the stage with the last layer.
       margin: a device has to hold so many times what is predicted.
-      plain: of an inner stage that computes nothing again, where that is more.
+      plain: of an inner stage that computes nothing again, where that is more; None where that is not known.
     """
 
     inner: float = 0.0
     final: float = 0.0
     margin: float = 1.0
-    plain: float = 0.0
+    plain: float | None = None
 
     def is_less_than(self, other: MemoryReserve) -> bool:
         """Whether some stage has more memory than with another reserve."""
-        return self.inner < other.inner or self.final < other.final or self.plain < other.plain
+        return self.inner < other.inner or self.final < other.final or self._unrepeated < other._unrepeated
+
+    @property
+    def _unrepeated(self) -> float:
+        """Of an inner stage that computes nothing again."""
+        return self.inner if self.plain is None else max(self.inner, self.plain)
 
     def limit(self, usable_bytes: float, *, last: bool, again: bool = True) -> float:
         """Bytes that may be counted on a device.
@@ -48,7 +53,7 @@ class MemoryReserve:
           last: whether the stage on it has the last layer.
           again: whether the stage computes anything again.
         """
-        inner = self.inner if again else max(self.inner, self.plain)
+        inner = self.inner if again else self._unrepeated
         return max(usable_bytes / self.margin - (self.final if last else inner), 1.0)
 
 
@@ -59,8 +64,8 @@ def nothing_reserved(microbatches: int) -> MemoryReserve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Missed:
-    """A rank of a plan that was too large.
+class _WrittenOut:
+    """A rank of a plan that was written out.
 
     Args:
       microbatches: of the plan.
@@ -70,6 +75,7 @@ class _Missed:
       counted: bytes on a device.
       peak: what there is.
       usable: of a device.
+      fits: whether the plan did; else this rank was too large.
       before: how many plans in this number of microbatches had been too large.
     """
 
@@ -80,15 +86,17 @@ class _Missed:
     counted: float
     peak: float
     usable: float
+    fits: bool
     before: int
 
 
 class MissedMemory:
-    """The reserve for each number of microbatches, learned from the traced peaks of plans that were too large.
+    """The reserve for each number of microbatches, learned from the traced peaks of plans.
 
     The bytes that a search misses are mostly those of a microbatch: half of them in half a microbatch, and as many in a
-    larger one, where the search may find a plan that keeps less. Once a plan in a number of microbatches was too large,
-    what others have missed does not count there.
+    larger one, where the search may find a plan that keeps less. So are those that it counts and no program needs. Once
+    a plan in a number of microbatches was written out, what others have shown does not count there; nor, once one was
+    too large, what a plan that fits has shown.
 
     Args:
       margin: what peaks may be off by: a plan is too large from a device's memory over this on.
@@ -96,13 +104,14 @@ class MissedMemory:
 
     def __init__(self, margin: float) -> None:
         self._margin = margin
-        self._missed: list[_Missed] = []
+        self._seen: list[_WrittenOut] = []
         self._too_large: Counter[int] = Counter()
         self._extrapolates = True
 
     @property
     def known(self) -> MissedMemory:
-        """The same with nothing reserved in numbers of microbatches in which no plan was too large."""
+        """The same with nothing reserved in numbers of microbatches in which no plan was too large, and with what was
+        counted in vain."""
         same = copy(self)
         same._extrapolates = False
         return same
@@ -110,10 +119,10 @@ class MissedMemory:
     def __call__(self, microbatches: int) -> MemoryReserve:
         """The reserve for so many microbatches."""
         inner, final, plain = (
-            self._of(microbatches, [one for one in self._missed if (one.last, one.plain) == kind])
+            self._of(microbatches, [one for one in self._seen if (one.last, one.plain) == kind])
             for kind in ((False, False), (True, False), (False, True))
         )
-        return MemoryReserve(inner, final, self._margin, plain)
+        return MemoryReserve(inner or 0.0, final or 0.0, self._margin, plain)
 
     def limit_of_rank(self, microbatches: int, rank: int, usable_bytes: float) -> float:
         """The bytes that may be counted on a device of one rank, where all plans have the same ranks: all of them until
@@ -124,38 +133,49 @@ class MissedMemory:
           rank: its number.
           usable_bytes: of a device.
         """
-        missed = self._of(microbatches, [one for one in self._missed if one.rank == rank])
-        return max(usable_bytes / self._margin - missed, 1.0) if missed else usable_bytes
+        missed = self._of(microbatches, [one for one in self._seen if one.rank == rank])
+        limit = usable_bytes if missed is None else usable_bytes / self._margin - missed
+        return max(limit, usable_bytes if missed is None or missed < 0 else 1.0)
 
-    def _of(self, microbatches: int, missed: Sequence[_Missed]) -> float:
-        reserve = 0.0
-        own = [one for one in missed if one.microbatches == microbatches]
-        for one in own or (missed if self._extrapolates else ()):
-            # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried in
-            # another number of microbatches.
-            part, most = min(one.microbatches / microbatches, 1.0), one.usable / self._margin
-            unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
-            limit = max(most - unseen, most * (1 - min(share, 1.0)))
-            if microbatches == one.microbatches:
-                too_much = max(_TO_SPARE * (one.peak - most), _LEAST_STEP * 2**one.before * one.counted)
-                limit = min(limit, one.counted - min(too_much, _LARGEST_STEP * one.counted))
-            reserve = max(reserve, most - limit)
-        return reserve
+    def _of(self, microbatches: int, seen: Sequence[_WrittenOut]) -> float | None:
+        """The reserve by what was seen; None by nothing."""
+        own = [one for one in seen if one.microbatches == microbatches]
+        others = [one for one in seen if one.fits != self._extrapolates]
+        reserves = [self._by(one, microbatches) for one in [one for one in own if not one.fits] or own or others]
+        return max(reserves, default=None)
+
+    def _by(self, one: _WrittenOut, microbatches: int) -> float:
+        """The reserve in so many microbatches by one rank of a plan."""
+        # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried in
+        # another number of microbatches. What was counted in vain is taken to be the same, which is less.
+        part, most = min(one.microbatches / microbatches, 1.0), one.usable / self._margin
+        if one.fits:
+            return min(part * (one.peak - one.counted), 0.0)
+        unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
+        limit = max(most - unseen, most * (1 - min(share, 1.0)))
+        if microbatches == one.microbatches:
+            too_much = max(_TO_SPARE * (one.peak - most), _LEAST_STEP * 2**one.before * one.counted)
+            limit = min(limit, one.counted - min(too_much, _LARGEST_STEP * one.counted))
+        return most - limit
 
     def learn(
         self, microbatches: int, counted: Sequence[float], peaks: Sequence[float], usable: Sequence[float],
         plain: Sequence[bool],
     ) -> None:  # fmt: skip
-        """Record a plan that was too large, by rank: the counted bytes, the traced peak, the usable bytes, and whether
-        some stage rematerialises nothing. Ranks that fit are ignored."""
-        for rank, (seen, peak, most, keeps) in enumerate(zip(counted, peaks, usable, plain, strict=True)):
-            if self._margin * peak > most:
+        """Record a plan that was written out, by rank: the counted bytes, the traced peak, the usable bytes, and
+        whether some stage rematerialises nothing. Of a plan that is too large ranks that fit are ignored; of plans that
+        fit the last one in a number of microbatches counts."""
+        ranks = enumerate(zip(counted, peaks, usable, plain, strict=True))
+        fits = all(self._margin * peak <= most for peak, most in zip(peaks, usable, strict=True))
+        if fits:
+            self._seen = [one for one in self._seen if not one.fits or one.microbatches != microbatches]
+        for rank, (seen, peak, most, keeps) in ranks:
+            if fits or self._margin * peak > most:
                 last = rank == len(peaks) - 1
-                self._missed.append(
-                    _Missed(
-                        microbatches=microbatches, rank=rank, last=last,
-                        plain=keeps and not last, counted=seen, peak=peak,
-                        usable=most, before=self._too_large[microbatches],
+                self._seen.append(
+                    _WrittenOut(
+                        microbatches=microbatches, rank=rank, last=last, plain=keeps and not last, counted=seen,
+                        peak=peak, usable=most, fits=fits, before=self._too_large[microbatches],
                     )
                 )  # fmt: skip
-        self._too_large[microbatches] += 1
+        self._too_large[microbatches] += not fits
