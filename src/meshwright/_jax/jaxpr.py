@@ -22,6 +22,7 @@ from jax.extend import core as jex_core
 from ..errors import PlanError
 from .boundary import Boundaries, layer_boundary_p
 from .manual import axes_of_one, is_shard_map, mentions, on_whole_arrays, over_one, plain_body
+from .transposed import in_two, transposes
 
 ClosedJaxpr = jex_core.ClosedJaxpr
 ShapedArray = jax.core.ShapedArray
@@ -127,10 +128,12 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None, caller:
             if equation.primitive is layer_boundary_p:
                 boundaries.before.append(len(equations))
                 continue
-            if is_inlined(equation) or is_shard_map(equation):
+            if is_inlined(equation) or is_shard_map(equation) or transposes(equation):
                 body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
                 if is_shard_map(equation):
                     body = whole_arrays(equation)
+                elif transposes(equation):
+                    body = in_two(equation)
                 inner = open_jaxpr(body)
                 inner_env: dict[Any, Any] = dict(zip(inner.invars, invars, strict=True))
                 for var, const in zip(inner.constvars, consts_of(body), strict=True):
