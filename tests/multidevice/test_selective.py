@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from one_device import assert_equal_trees, copy, drawn
 from pipelines import Pipeline, staged_plan, whole
 
+import meshwright as mw
 from meshwright import load_plan, plan_for, zoo
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
@@ -20,6 +23,7 @@ from meshwright.program.ladder import ladder_of
 from meshwright.program.segments import Runs, layer_segments
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
+from meshwright.runtime.executable import executable
 from meshwright.runtime.pipeline.step import PipelinedStep
 from meshwright.runtime.step import PlannedStep
 from meshwright.search.stages.segments import stage_segments
@@ -155,3 +159,34 @@ def test_what_is_computed_again_is_what_the_plan_says(tmp_path: Path) -> None:
     some.plan.save(tmp_path / "plan.json")
     verified = verify(target, plan=tmp_path / "plan.json", timed_steps=0)
     assert verified.passed, verified.checks
+
+
+def test_a_kept_product_is_summed_over_devices_once() -> None:
+    """What is kept of a product in parts is their sum, as its reader has it, and not the parts, to be summed again."""
+
+    def train(weights: Any, x: jax.Array) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            h = x
+            for up, down in weights:
+                h = jnp.tanh(jnp.tanh(h @ up) @ down)
+            return jnp.mean(h**2)
+
+        value, gradients = mw.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+    array = jax.ShapeDtypeStruct
+    weights = [(array((64, 128), jnp.float32), array((128, 64), jnp.float32))] * 2
+    planning = plan_for(
+        train, (weights, array((16, 64), jnp.float32)), cluster=local_cluster(8), mesh={"model": 8}, stages=1,
+        microbatches=1, pins={"args[0][*][0]": (None, "model"), "args[0][*][1]": ("model", None)}, remat="none",
+    )  # fmt: skip
+    (stage,) = planning.plan.stages
+    products = [operator.path for operator in planning.program.graph.operators if operator.matmul]
+    assert len(products) == 4
+    (last,) = products[-1]
+    changed = replace(stage, rematerialised=(((), ((0, last + 2),)),), kept_inside=tuple(products))
+
+    def sums(plan: Plan) -> int:
+        return executable(planning.program, plan, jax.devices()).lower().as_text().count("all_reduce")
+
+    assert sums(replace(planning.plan, stages=(changed,))) == sums(planning.plan) > 0

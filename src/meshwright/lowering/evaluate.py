@@ -183,7 +183,11 @@ class ShardedProgram:
                 path = self._path(prefix, position)
                 results = self._equation(equation, env, path)
             if path in self._kept:
-                results = [value.named(_KEPT) for value in results]
+                indices = self._operator[path].results
+                results = [
+                    value.named(_KEPT, as_read=index is not None and self._graph.is_read_once(index))
+                    for value, index in zip(results, indices, strict=True)
+                ]
             for var, value in zip(equation.outvars, results, strict=True):
                 if not is_dropped(var):
                     env[var] = value

@@ -48,9 +48,10 @@ class LocalValue:
         it cannot be made outside of it.
       moved: its shards in specs that it has been converted to.
       of_parameters: whether it is made of parameters alone.
+      name: of what it is converted to, for policies of `jax.checkpoint`; none if empty.
     """
 
-    __slots__ = ("_made", "_make", "_of_traced", "differentiated", "of_parameters", "shard", "sizes", "spec")
+    __slots__ = ("_made", "_make", "_of_traced", "differentiated", "name", "of_parameters", "shard", "sizes", "spec")
 
     def __init__(
         self,
@@ -63,12 +64,14 @@ class LocalValue:
         of_traced: bool = False,
         moved: Mapping[Spec, Any] | None = None,
         of_parameters: bool = False,
+        name: str = "",
     ) -> None:
         self.shard = shard
         self.spec = spec
         self.sizes = sizes
         self.differentiated = differentiated
         self.of_parameters = of_parameters
+        self.name = name
         self._make = make
         self._of_traced = of_traced
         self._made: dict[Spec, Any] = dict(moved or {})
@@ -125,17 +128,23 @@ class LocalValue:
         if not self.differentiated:
             source, spec = source.without_broadcast(), spec.without_broadcast()
         conversion = planned_conversion(source, spec)
-        return run_conversion(
+        moved = run_conversion(
             self.shard, conversion, self.sizes, differentiated=self.differentiated, of_parameters=self.of_parameters
         )
+        return checkpoint_name(moved, self.name) if self.name else moved
 
     def like(self, shard: Any, spec: Spec) -> LocalValue:
         """Another shard of the same kind of value."""
         return LocalValue(shard, spec, self.sizes, differentiated=self.differentiated, of_parameters=self.of_parameters)
 
-    def named(self, name: str) -> LocalValue:
-        """The same value under a name that a policy can ask for."""
-        return self if self.is_lazy else self.like(checkpoint_name(self.shard, name), self.spec)
+    def named(self, name: str, *, as_read: bool) -> LocalValue:
+        """The same value under a name that a policy can ask for; `as_read`: and what it is converted to, which is what
+        the backward pass reads then, and all that is kept."""
+        if self.is_lazy:
+            return self
+        found = self.like(checkpoint_name(self.shard, name), self.spec)
+        found.name = name if as_read else ""
+        return found
 
     def enter(self) -> LocalValue:
         """The same value for readers inside a loop body, whose conversions stay there."""

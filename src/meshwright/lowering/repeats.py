@@ -88,6 +88,7 @@ class _Left:
     spec: Spec
     moved: tuple[Spec, ...]
     differentiated: bool
+    name: str
 
 
 class Repeats:
@@ -265,7 +266,7 @@ class Repeats:
         results = function(*arrays)
         for var, how, (shard, *moved) in zip(repeated.left, left, results, strict=True):
             env[var] = LocalValue(
-                shard, how.spec, self._sizes, differentiated=how.differentiated,
+                shard, how.spec, self._sizes, differentiated=how.differentiated, name=how.name,
                 moved=dict(zip(how.moved, moved, strict=True)),
             )  # fmt: skip
         return True
@@ -290,7 +291,9 @@ class Repeats:
                 env[var] = LocalValue(moved.get(spec), spec, self._sizes, differentiated=moving, moved=moved)
             plainly(env)
             made = [env[var] for var in repeated.left]
-            left[:] = [_Left(spec=v.spec, moved=tuple(v.moved), differentiated=v.differentiated) for v in made]
+            left[:] = [
+                _Left(spec=v.spec, moved=tuple(v.moved), differentiated=v.differentiated, name=v.name) for v in made
+            ]
             return [[value.shard, *value.moved.values()] for value in made]
 
         return jax.jit(run), left

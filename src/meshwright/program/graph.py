@@ -196,6 +196,15 @@ class Graph:
         """How many operators one evaluation runs."""
         return sum(operator.repeats for operator in self.operators)
 
+    def is_constant(self, operator: Operator) -> bool:
+        """Whether what an operator makes depends on no input."""
+        return all(v is None or self.values[v].constant for v in operator.results)
+
+    def is_read_once(self, value: int) -> bool:
+        """Whether one operator reads a value, beside those that make constants."""
+        readers = self.consumers.get(value, ())
+        return sum(not self.is_constant(self.operators[user]) for user, _ in readers) == 1
+
     @cached_property
     def flops(self) -> float:
         """Matrix-product and convolution FLOPs of one forward evaluation."""

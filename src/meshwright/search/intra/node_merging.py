@@ -140,7 +140,7 @@ def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "plain", "
     """
     # Parameters are at hand anyway, and so is what is made of them alone.
     kept = kept - values_of_parameters(graph)
-    operators = tuple(o for o in graph.operators if not _is_constant(graph, o))
+    operators = tuple(o for o in graph.operators if not graph.is_constant(o))
     known = {operator.index for operator in operators}
     shared = {
         one.value: one for value, users in graph.consumers.items() for one in _shared(graph, known, value, users, kept)
@@ -154,7 +154,7 @@ def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "plain", "
                 continue
             holds: Any = ""
             if value in kept and value not in shared and value in graph.producer:
-                holds = "read"
+                holds = "read" if operator.region is None or _maker(graph, value).region == operator.region else "made"
             elif value in held:
                 pass
             elif operator.region is not None:
@@ -173,10 +173,6 @@ def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "plain", "
         reads.append(tuple(found))
     merged_into = {o.index: one for o in operators if (one := _merged_into(graph, o)) is not None}
     return NodeMerging(operators=operators, reads=tuple(reads), shared=shared, merged_into=merged_into)
-
-
-def _is_constant(graph: Graph, operator: Operator) -> bool:
-    return all(v is None or graph.values[v].constant for v in operator.results)
 
 
 def _shared(
@@ -220,10 +216,18 @@ def forward_runs(graph: Graph, operator: Operator) -> int:
 
 def forward_runs_of(graph: Graph, value: int, operator: Operator) -> int:
     """How often a conversion of `value` made for (or right after) `operator` runs forward for one backward pass. What
-    is kept inside a region is kept as its readers share it."""
+    is kept inside a region is kept as its readers share it, or as its one reader has it."""
+    if operator.region is None or value not in needed_again(graph)[1]:
+        return 1
     if operator.kept and value in operator.results:
         return 1
-    return 2 if operator.region is not None and value in needed_again(graph)[1] else 1
+    if value in graph.producer and (maker := _maker(graph, value)).kept and maker.region == operator.region:
+        return 1 if graph.is_read_once(value) else 2
+    return 2
+
+
+def _maker(graph: Graph, value: int) -> Operator:
+    return graph.operators[graph.producer[value][0]]
 
 
 def _merged_into(graph: Graph, operator: Operator) -> MergedInto | None:
