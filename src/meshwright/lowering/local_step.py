@@ -245,21 +245,26 @@ class LocalStep:
         shards = [v.read(Spec(s.dims)) for v, s in zip(operands, [*const_specs, *uses], strict=True)]
         made = self._core_specs()[: len(open_jaxpr(program.core).outvars)]
         left = self._left_specs(made, [*const_specs, *uses])
-        share = share_of_loss(program)
+        share, holds = share_of_loss(program), platform is None or barriers_hold(platform)
 
         def microbatch(consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
             def loss(*leaves: Any) -> tuple[Any, list[Any]]:
                 out = self._sharded([*consts, *leaves], [*const_specs, *uses], left)
                 return out[0] if share == 1 else out[0] * jnp.asarray(share, out[0].dtype), out[1:]
 
-            with_aux = jax.value_and_grad(loss, argnums=tuple(range(len(parameters))), has_aux=True)
-            (value, aux), grads = with_aux(*parameters)
-            return value, aux, grads
+            value, pull, aux = jax.vjp(loss, *parameters, has_aux=True)
+            seed = jnp.ones_like(value)
+            if holds:
+                # The backward pass waits for the loss and what comes with it. XLA's TPU and GPU compilers read the
+                # labels' logits for it last otherwise, and keep all logits until then (gpt3-1.3b as a scan on 8 v5e,
+                # layers computed again: 7.0 GiB instead of 5.4; gpt3-125m as a scan on 8 A100: 20.9 instead of 19.2).
+                value, aux, seed = lax.optimization_barrier((value, aux, seed))
+            return value, aux, pull(seed)
 
         convolves = any(operator.name == "conv_general_dilated" for operator in program.graph.operators)
         if platform == "cpu" and convolves:
             microbatch = with_fast_convolutions(microbatch)
-        passes: list[Pass] = [gather_again] if platform is None or barriers_hold(platform) else []
+        passes: list[Pass] = [gather_again] if holds else []
         consts, parameters = shards[:n], shards[n:]
         if program.microbatches == 1:
             value, aux, grads = rewriting(microbatch, passes)(consts, parameters)
