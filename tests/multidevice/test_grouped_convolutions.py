@@ -85,13 +85,13 @@ def loss(weights: Any, batch: Any) -> Any:
 
 def step(weights: Any, batch: Any) -> Any:
     value, gradients = mw.value_and_grad(loss)(weights, batch)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+    return jax.tree.map(lambda w, g: w - 0.001 * g, weights, gradients), value
 
 
 def plain_step(weights: Any, batch: Any) -> Any:
     """Planned whole: the gradients' convolutions are operators of the plan too."""
     value, gradients = jax.value_and_grad(loss)(weights, batch)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+    return jax.tree.map(lambda w, g: w - 0.001 * g, weights, gradients), value
 
 
 def given() -> tuple[Any, Any]:
