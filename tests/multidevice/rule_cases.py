@@ -209,6 +209,9 @@ CONVOLUTIONS: dict[str, Case] = {
         partial(conv_backward, feature_group_count=4),
         (normal(4, 8, 8, 8), normal(3, 3, 2, 8)),
     ),
+    "conv under vmap": (
+        lambda x, w: jax.vmap(conv, in_axes=(1, None), out_axes=1)(x, w), (normal(4, 2, 8, 8, 4), normal(3, 3, 4, 8)),
+    ),
     "max pool": (partial(pool, lax.max, -jnp.inf, 2, 2, "VALID"), (normal(4, 8, 8, 4),)),
     "max pool, overlapping": (partial(pool, lax.max, -jnp.inf, 3, 2, "SAME"), (normal(4, 8, 8, 4),)),
     "min pool": (partial(pool, lax.min, jnp.inf, 3, 1, "SAME"), (normal(4, 8, 8, 4),)),
@@ -335,6 +338,9 @@ SHAPES: dict[str, Case] = {
     ),
     "reshape": (
         lambda x: (x.reshape(32), x.reshape(2, 4, 4), x.reshape(4, 2, 4), x.reshape(16, 2)), (normal(8, 4),),
+    ),
+    "reshape that transposes first": (
+        lambda x: (lax.reshape(x, (32, 3), (1, 0, 2)), lax.reshape(x, (12, 8), (2, 1, 0))), (normal(8, 4, 3),),
     ),
     "reshape that fits badly": (
         lambda x: (x.reshape(8, 12), x.reshape(4, 2, 3, 2, 2), x.reshape(4, 24), x.reshape(6, 16)), (normal(8, 4, 3),),

@@ -133,7 +133,8 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None, caller:
                 if is_shard_map(equation):
                     body = whole_arrays(equation)
                 elif transposes(equation):
-                    body = in_two(equation)
+                    with user_context(equation):  # else refusals and profiles name the line of `in_two`
+                        body = in_two(equation)
                 inner = open_jaxpr(body)
                 inner_env: dict[Any, Any] = dict(zip(inner.invars, invars, strict=True))
                 for var, const in zip(inner.constvars, consts_of(body), strict=True):

@@ -1,4 +1,9 @@
-"""Reshapes that transpose first, as two operators: factors relate the dims of each, and of both at once none."""
+"""Reshapes that transpose first, as two operators: factors relate the dims of each, and of both at once none.
+
+Known limit: the dim that such a reshape merges can be split along its first part only. `jax.vmap` of a convolution puts
+the mapped dim first, so a batch that is not the mapped dim is not split there (it is gathered, and its results sliced),
+though it is still cut into microbatches.
+"""
 
 from __future__ import annotations
 

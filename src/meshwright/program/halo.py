@@ -23,6 +23,7 @@ from jax import lax
 from .._jax.attention_ring import permuted
 from .._jax.jaxpr import Equation, bind
 from .factors import Rule
+from .groups import local_groups
 from .split import Split, mesh_order
 
 POOLS = ("reduce_window_max", "reduce_window_min", "reduce_window_sum")
@@ -104,7 +105,8 @@ def windowed(equation: Equation, split: Split, operands: Sequence[Any]) -> Seque
             parts += _arriving(x, window.dim, after, axes, split.sizes, -1, fill)
             x = lax.concatenate(parts, window.dim) if len(parts) > 1 else x
             padding[window.position] = (0, -window.spare)
-    return bind(equation.replace(params={**equation.params, "padding": tuple(padding)}), x, *rest)
+    params = {**equation.params, "padding": tuple(padding), **local_groups(equation, split)}
+    return bind(equation.replace(params=params), x, *rest)
 
 
 def _padding_value(equation: Equation) -> Any:

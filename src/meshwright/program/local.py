@@ -23,6 +23,7 @@ from .._jax.random import is_key, random_bits_at, split_at
 from .._jax.sorted_rows import NAME as SORTED_ROWS
 from .attention import evaluate_attention
 from .factors import Dims, Rule, factors_of
+from .groups import group_factor
 from .halo import POOLS, spatial_rule, windowed
 from .indexed import gather, gather_whole, scatter, scatter_whole
 from .kernels import evaluate_grid, evaluate_kernel, evaluate_on_blocks
@@ -60,7 +61,7 @@ def _broadcast_in_dim(equation: Equation, split: Split, operands: Sequence[Any])
 
 
 def _reshape(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
-    return (lax.reshape(operands[0], _result_shape(equation, split)),)
+    return (lax.reshape(operands[0], _result_shape(equation, split), equation.params["dimensions"]),)
 
 
 def _iota(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
@@ -206,20 +207,15 @@ def _update_whole(equation: Equation, rule: Rule) -> set[int]:
 
 
 def _reshape_whole(equation: Equation, rule: Rule) -> set[int]:
-    """Dims that Shardy cannot relate (a reshape of 4 x 3 to 3 x 2 x 2), and all of a reshape that also transposes."""
-    if equation.params.get("dimensions") is not None:
-        return set(range(len(rule.factors)))
+    """Dims that Shardy cannot relate (a reshape of 4 x 3 to 3 x 2 x 2)."""
+    del equation
     return factors_of(rule.operands) ^ factors_of(rule.results)
 
 
 def _convolution_whole(equation: Equation, rule: Rule) -> set[int]:
     params = equation.params
     numbers = params["dimension_numbers"]
-    whole = set()
-    if params["feature_group_count"] * params["batch_group_count"] > 1:
-        whole.update(*(rule.operands[1][d] for d in numbers.rhs_spec[:2]))
-        if params["batch_group_count"] > 1:
-            whole.update(rule.operands[0][numbers.lhs_spec[0]])
+    whole: set[int] = set()
     # A kernel as large as its operand makes Shardy see a matrix product; it is one only if nothing slides.
     for d, out, pads in zip(numbers.rhs_spec[2:], numbers.out_spec[2:], params["padding"], strict=True):
         if equation.outvars[0].aval.shape[out] != 1 or any(pads):
@@ -278,7 +274,8 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
         whole |= _WHOLE[name](equation, rule)
     rule = rule.with_whole(sorted(whole))
     if name in _WINDOWED:
-        unsure = [f for f in rule.splittable if rule.factors[f].kind != "spatial"]
+        known = group_factor(equation, rule)  # `windowed` changes the parameters to fit its blocks
+        unsure = [f for f in rule.splittable if rule.factors[f].kind != "spatial" and f != known]
     else:
         unsure = rule.splittable if name not in _EVALUATORS and name not in ON_ELEMENTS else ()
     return rule.with_whole([f for f in unsure if not _is_shape_free(equation, rule, f)])

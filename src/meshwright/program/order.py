@@ -193,7 +193,7 @@ class _Follower:
         else:
             lead = prod(before[: state.dim])
             found = [d for d, n in enumerate(after) if n == before[state.dim] and prod(after[:d]) == lead]
-            if not found or equation.params.get("dimensions") is not None:
+            if not found:
                 raise self._refusal(equation, "cuts sorted rows, or joins them")
             to = found[0]
         return replace(state, dim=to, numbers=self._numbers(equation, states))
