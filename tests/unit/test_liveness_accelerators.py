@@ -344,6 +344,7 @@ def test_a_stack_whose_rows_are_gathered_along_an_inner_dim_is_copied_before_all
         (("gpt3-125m+scan", "tpu-v5e:8", 64, "data_parallel"), has_tpu_compiler()),
         (("gpt3-125m+scan+remat", "tpu-v5p:8", 64, "data_parallel"), has_tpu_compiler()),
         (("gpt3-125m+scan+remat", "tpu-v5p:8", 128, ""), has_tpu_compiler()),  # the same
+        (("llama3-8b", "tpu-v6e:32", 32, ""), has_tpu_compiler()),  # holes in the heap
         (("gpt3-125m+scan", "dgx-h100:1", 64, "data_parallel"), has_cuda_compiler()),
         (("llama3-8b", "dgx-a100-80:1", 64, ""), has_cuda_compiler()),
         (("gpt3-125m", "dgx-a100-80:1", 128, ""), has_cuda_compiler()),

@@ -254,7 +254,7 @@ class Fusion:
         operation = kernel.operation
         if len(self._users[value]) < 2:
             return False
-        while operation.name == "convert_element_type":
+        while operation.name == "convert_element_type" and operation.reads:
             source = self._kernels.get(self._producer.get(operation.reads[0], -1))
             if source is None:
                 break

@@ -16,7 +16,8 @@ The compiler's own steps are modelled one by one, with no constant fitted to a p
   memory of its own.
 * A loop keeps its carried and stacked buffers outside and needs its body's temporaries while it runs.
 
-Fragmentation is not modelled: XLA packs within a few per cent of the bytes alive.
+* On TPUs buffers are placed as kernels run, and holes between them count (`heap`). Other backends pack within a few per
+  cent of the bytes alive, and what is alive counts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 
 from meshwright._jax.dataflow import WIDE, WIDEST, Kind, Program
 from meshwright.memory.fusion import Fusion, Kernel
+from meshwright.memory.heap import Stretch, heap_bytes
 from meshwright.memory.kernel_order import (
     breadth_first,
     copied_arguments,
@@ -41,6 +43,7 @@ from meshwright.memory.kernel_order import (
 )
 from meshwright.memory.latency_hiding import has_collectives, latency_hiding, sends
 from meshwright.memory.multi_output import with_several_results
+from meshwright.memory.stacks import with_stacks_as_read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +87,15 @@ def predict(program: Program) -> PredictedMemory:
     sizes = [value.size_bytes for value in program.values]
     program = without_dead_code(program)
     read = {value for operation in program.operations for value in operation.reads}.union(program.outputs)
-    temp_bytes, largest = _temporaries(program)
+    found = _temporaries(program)
+    on_tpu = program.platform.startswith("tpu")
     return PredictedMemory(
         # JAX does not hand over arguments that nothing reads.
         argument_bytes=sum(sizes[v] for v in program.arguments if v in read),
         output_bytes=sum(sizes[v] for v in program.outputs),
         alias_bytes=sum(sizes[program.outputs[output]] for _, output in program.kept),
-        temp_bytes=temp_bytes,
-        largest=largest,
+        temp_bytes=max(found.alive_bytes, heap_bytes(found.stretches)) if on_tpu else found.alive_bytes,
+        largest=found.largest,
     )
 
 
@@ -131,6 +135,8 @@ class _Kernels:
 
 def _kernels_of(program: Program) -> _Kernels:
     program = without_dead_code(program)
+    if program.platform.startswith("tpu"):
+        program = with_stacks_as_read(program)
     program, kernels = without_equals(*without_views(program, Fusion(program).run()))
     if program.platform in ("gpu", WIDE, WIDEST):
         kernels = with_several_results(program, kernels)
@@ -142,8 +148,25 @@ def _kernels_of(program: Program) -> _Kernels:
     return _Kernels(program, kernels, copied, bodies)
 
 
-def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
-    """Bytes of temporaries at the worst moment, and which those are."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The temporaries of a program in one order.
+
+    Args:
+      alive_bytes: at the worst moment.
+      largest: those alive then.
+      stretches: when each is there, those of loops' bodies while the loop runs.
+      moments: of the program, with those of loops' bodies.
+    """
+
+    alive_bytes: int
+    largest: tuple[LiveBuffer, ...]
+    stretches: list[Stretch]
+    moments: int
+
+
+def _temporaries(program: Program) -> _Found:
+    """The temporaries in the order that the compiler takes."""
     given = _kernels_of(program)
     if program.platform == WIDEST or (program.platform == WIDE and not sends(program)):
         ordered = (_in_order(given, order) for order in (greedy, heaviest_first, depth_first))
@@ -151,18 +174,18 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     return _in_best_order(given)
 
 
-_Found = tuple[int, tuple[LiveBuffer, ...]]
-
-
 def _in_best_order(given: _Kernels) -> _Found:
     program, kernels, copied = given.program, given.kernels, given.copied
-    inside = {position: max(_in_best_order(body)[0] for body in bodies) for position, bodies in given.bodies.items()}
+    inside = {
+        position: max(map(_in_best_order, bodies), key=lambda one: one.alive_bytes)
+        for position, bodies in given.bodies.items()
+    }
     if program.platform == "cpu":
         return _peak(program, breadth_first(program, kernels, copied), inside)
     if program.platform in ("gpu", WIDE) and has_collectives(kernels):
         return _peak(program, latency_hiding(program, depth_first(program, kernels, copied)), inside)
     orders = (order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first))
-    return min((_peak(program, order, inside) for order in orders), key=lambda found: found[0])
+    return min((_peak(program, order, inside) for order in orders), key=lambda found: found.alive_bytes)
 
 
 _Order = Callable[[Program, list[Kernel], set[int]], list[Kernel | int]]
@@ -176,7 +199,7 @@ def _in_order(given: _Kernels, order: _Order) -> tuple[int, _Found]:
     }  # fmt: skip
     steps = order(given.program, given.kernels, given.copied)
     counted = _counted(given.program, steps, {at: max(one for one, _ in found) for at, found in inner.items()})
-    inside = {at: max(found[0] for _, found in bodies) for at, bodies in inner.items()}
+    inside = {at: max((f for _, f in bodies), key=lambda one: one.alive_bytes) for at, bodies in inner.items()}
     return counted, _peak(given.program, steps, inside)
 
 
@@ -203,8 +226,8 @@ def _counted(program: Program, order: list[Kernel | int], inside: Mapping[int, i
     return most
 
 
-def _peak(program: Program, order: list[Kernel | int], inside: Mapping[int, int]) -> tuple[int, tuple[LiveBuffer, ...]]:
-    """The same for one order; `inside` are the bytes that kernels' own programs need, by their positions."""
+def _peak(program: Program, order: list[Kernel | int], inside: Mapping[int, _Found]) -> _Found:
+    """The temporaries in one order; `inside` are those of kernels' own programs, by their positions."""
     end = len(order)
     last: dict[int, int] = {}
     for moment, step in enumerate(order):
@@ -222,15 +245,24 @@ def _peak(program: Program, order: list[Kernel | int], inside: Mapping[int, int]
         if isinstance(step, Kernel) and step.operation.bodies
     }
     alive, peak, at = 0, 0, 0
+    begins, begun = [0] * (end + 2), 0
     for moment in range(end + 1):
         alive += change[moment]
-        if alive + inner.get(moment, 0) > peak:
-            peak, at = alive + inner.get(moment, 0), moment
-    largest = [b for b in remaining if b.first <= at <= b.last]
-    named = [LiveBuffer(name=b.name, size_bytes=b.size_bytes) for b in largest]
+        within = inner[moment].alive_bytes if moment in inner else 0
+        if alive + within > peak:
+            peak, at = alive + within, moment
+        begins[moment], begun = begun, begun + 1 + (inner[moment].moments if moment in inner else 0)
+    begins[end + 1] = begun
+    named = [LiveBuffer(name=b.name, size_bytes=b.size_bytes) for b in remaining if b.first <= at <= b.last]
     if at in inner:
-        named.append(LiveBuffer(name="inside the loop", size_bytes=inner[at]))
-    return peak, tuple(sorted(named, key=lambda b: -b.size_bytes))
+        named.append(LiveBuffer(name="inside the loop", size_bytes=inner[at].alive_bytes))
+    stretches = [Stretch(begins[b.first], begins[b.last + 1] - 1, b.size_bytes) for b in remaining]
+    for moment, found in inner.items():
+        base = begins[moment] + 1
+        stretches += [Stretch(base + one.first, base + one.last, one.size_bytes) for one in found.stretches]
+    return _Found(
+        alive_bytes=peak, largest=tuple(sorted(named, key=lambda b: -b.size_bytes)), stretches=stretches, moments=begun
+    )
 
 
 def _buffers(program: Program, order: list[Kernel | int], last: dict[int, int]) -> tuple[list[_Buffer], list[_Slot]]:
