@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
+from ._jax.context import no_mesh
 from .cluster import Cluster, load_cluster
 from .errors import MemoryExceeded, PlanError
 from .plan import Plan
@@ -72,6 +73,7 @@ class Compared:
         return predicted.step_seconds if predicted is not None else float("inf")
 
 
+@no_mesh()
 def compare(
     step: Callable[..., Any],
     args: Sequence[Any],

@@ -14,6 +14,7 @@ from math import inf, isfinite
 from time import perf_counter
 from typing import Any
 
+from ._jax.context import no_mesh
 from .cluster import Cluster
 from .errors import PlanError
 from .planning.checks import as_traced_for, request_of
@@ -79,6 +80,7 @@ class Searched:
         return next((one.after_seconds for one in self.points if one.step_seconds <= self.step_seconds), inf)
 
 
+@no_mesh()
 def run_searches(
     step: Callable[..., Any],
     args: Sequence[Any],

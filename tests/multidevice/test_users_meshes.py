@@ -14,8 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from one_device import assert_equal_trees
 
 import meshwright as mw
+from meshwright.compare import compare
 from meshwright.errors import PlanError
 from meshwright.planning.plan_for import plan_for
+from meshwright.searches import run_searches
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 STAGES = {"stages": 2, "microbatches": 4}
@@ -136,6 +138,19 @@ def test_under_a_mesh_that_is_entered() -> None:
         )
     finally:
         entered.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_plans_are_compared_under_a_mesh(axis_type: AxisType) -> None:
+    """As of a module that sets one where it is imported (Qwen3 of jax-llm-examples)."""
+    args = (weights(), jax.ShapeDtypeStruct(batch().shape, batch().dtype))
+    with jax.set_mesh(mesh(axis_type)):
+        loss = typed if axis_type == EXPLICIT else bare
+        auto, *presets = compare(step_of(loss), args, cluster="local")
+        (found,) = run_searches(step_of(loss), args, cluster="local", methods=["bfs"], time_limit_seconds=5)
+        assert not jax.sharding.get_abstract_mesh().empty
+    assert auto.step_seconds <= min(one.step_seconds for one in presets) < float("inf")
+    assert found.points or found.reason
 
 
 def followed(loss: Any, x: Any) -> list[str]:
