@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,7 +16,10 @@ from pipelines import Pipeline, staged_plan, whole
 
 import meshwright as mw
 from meshwright import load_plan, plan_for, zoo
+from meshwright._jax.jaxpr import open_jaxpr
+from meshwright._jax.plain import programs_in
 from meshwright.errors import PlanError
+from meshwright.lowering.local_step import LocalStep
 from meshwright.plan import Plan
 from meshwright.planning.request import Planning
 from meshwright.program.graph import Graph
@@ -190,3 +194,37 @@ def test_a_kept_product_is_summed_over_devices_once() -> None:
         return executable(planning.program, plan, jax.devices()).lower().as_text().count("all_reduce")
 
     assert sums(replace(planning.plan, stages=(changed,))) == sums(planning.plan) > 0
+
+
+@pytest.mark.parametrize("is_computed_again", [True, False])
+def test_the_gradient_of_the_head_is_there_before_layers_are_computed_again(*, is_computed_again: bool) -> None:
+    """Compilers would make it at the end of the step, and keep what it reads, the logits, until then."""
+
+    def train(weights: Any, x: jax.Array) -> Any:
+        def layer(x: jax.Array, weight: jax.Array) -> jax.Array:
+            return jnp.tanh(x @ weight)
+
+        def loss(weights: Any) -> jax.Array:
+            h = (jax.checkpoint(layer) if is_computed_again else layer)(x, weights["layer"])
+            return jnp.mean(jax.nn.logsumexp(h @ weights["head"], axis=-1))
+
+        value, gradients = mw.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+    array = jax.ShapeDtypeStruct
+    weights = {"layer": array((64, 64), jnp.float32), "head": array((64, 96), jnp.float32)}
+    planning = plan_for(
+        train, (weights, array((16, 64), jnp.float32)), cluster=local_cluster(8), preset="data_parallel()", remat="none"
+    )
+    step = LocalStep(planning.program, planning.plan)
+    closed = jax.make_jaxpr(step.on(step.abstract_mesh()))(*step.avals())
+
+    def barriers(jaxpr: Any) -> Iterator[set[Any]]:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "optimization_barrier":
+                yield {var.aval.shape for var in equation.outvars}
+            for inner in programs_in(equation):
+                yield from barriers(open_jaxpr(inner))
+
+    together = {(2, 64), (64, 96)}  # the cotangent of what a device has of the batch, and the gradient of the head
+    assert any(together <= shapes for shapes in barriers(open_jaxpr(closed))) == is_computed_again

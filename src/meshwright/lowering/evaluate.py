@@ -83,6 +83,10 @@ class ShardedProgram:
         runs = [(bisect_left(at, start), bisect_left(at, stop)) for start, stop in segments.runs.get((), ())]
         self._segments, self._kept = {**segments.runs, (): runs}, segments.kept
         self._operator = {operator.path: operator for operator in graph.operators}
+        # From here on nothing is computed again; None where nothing is.
+        stops = [stop for _, stop in segments.runs.get((), ())]
+        stops += [self._positions[n] + 1 for n, one in enumerate(open_jaxpr(closed).eqns) if is_remat(one)]
+        self._last_stop = max(stops, default=None)
         self._follower = Follower(rules, sizes)
         self._repeats = Repeats(graph, rules, algorithms, settled, sizes, segments.kept)
         self._runs: dict[Path, list[Run]] = {}
@@ -245,6 +249,8 @@ class ShardedProgram:
             shards = self._summands(operator, values, axes)
         else:
             shards = [value.read(spec) for value, spec in zip(values, algorithm.operands, strict=True)]
+            if operator.matmul and self._is_behind_all(path) and _is_weighted(values):
+                shards = _together(shards)
         if is_call(equation):
             results = self._follower.call(equation, algorithm, shards, differentiated=operator.differentiated)
         elif turns(equation) and self._is_differentiated(operator.operands[1]):
@@ -281,6 +287,11 @@ class ShardedProgram:
                         if not {*spec.sharded_axes} <= {*held[value].sharded_axes}:
                             return True
         return False
+
+    def _is_behind_all(self, path: Path) -> bool:
+        """Whether an equation comes after all that is computed again: what it holds for a gradient is there while that
+        is, if compilers make the gradient last."""
+        return self._is_one_program and self._last_stop is not None and len(path) == 1 and path[0] >= self._last_stop
 
     def _is_differentiated(self, index: int | None) -> bool:
         return index is not None and self._graph.values[index].differentiated
@@ -378,6 +389,12 @@ class ShardedProgram:
             moving = index is not None and not is_dropped(var) and self._graph.values[index].differentiated
             results.append(self._settle(index, LocalValue(shard, spec, self._sizes, differentiated=moving)))
         return results
+
+
+def _is_weighted(values: Sequence[LocalValue]) -> bool:
+    """Whether an activation meets a weight, and both have gradients."""
+    kinds = [value.of_parameters for value in values if value.differentiated]
+    return any(kinds) and not all(kinds) and len(kinds) == len(values)
 
 
 def _waiting(operands: Sequence[LocalValue]) -> list[Any]:
