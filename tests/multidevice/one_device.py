@@ -66,5 +66,6 @@ def assert_equal_trees(found: Any, expected: Any, *, rtol: float = 1e-4, atol: f
         if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.isfinite(y).all(), f"{path}: anything is as near to what is infinite"
         largest = np.max(np.abs(y), initial=0.0)
         np.testing.assert_allclose(x, y, rtol=0, atol=rtol * largest + atol, err_msg=str(path))
