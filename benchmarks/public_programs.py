@@ -87,6 +87,8 @@ PROGRAMS = (
     Program(file="vit", name="vit_l16", cluster="dgx-h100:4", batch=4096),
     Program(file="vit", name="vit_g14", cluster="tpu-v5e:32", batch=4096),
     Program(file="siglip", name="siglip_b16", cluster="tpu-v5e:32", batch=16384),
+    Program(file="paligemma", name="paligemma_3b", cluster="tpu-v5e:16", batch=256),
+    Program(file="paligemma", name="paligemma_3b_loop", cluster="dgx-a100-40:1", batch=64),
     Program(file="qwen3", name="qwen3_8b", cluster="dgx-h100:4", wanted_seconds=LARGE_SECONDS),
 )
 
