@@ -18,19 +18,28 @@ from one_device import assert_as_on_one_device
 import meshwright as mw
 
 
-def step(weights: Any, batch: Any) -> Any:
-    """Frames are the second dim, and each is convolved by itself."""
+def trained(merged: tuple[int, ...]) -> Any:
+    """A step that maps over the second dim of its images, and takes the mean of what is convolved over these dims."""
 
-    def loss(weights: Any) -> Any:
-        def frame(x: Any) -> Any:
-            x = lax.conv_general_dilated(x, weights["in"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            return jax.nn.relu(x)
+    def step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            def one(x: Any) -> Any:
+                x = lax.conv_general_dilated(
+                    x, weights["in"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
+                return jax.nn.relu(x)
 
-        x = jax.vmap(frame, in_axes=1, out_axes=1)(batch["x"])
-        return jnp.mean((jnp.mean(x, (1, 2, 3)) @ weights["out"] - batch["y"]) ** 2)
+            x = jax.vmap(one, in_axes=1, out_axes=1)(batch["x"])
+            return jnp.mean((jnp.mean(x, merged) @ weights["out"] - batch["y"]) ** 2)
 
-    value, gradients = mw.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients), value
+        value, gradients = mw.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients), value
+
+    return step
+
+
+step = trained((1, 2, 3))  # frames are the second dim
+by_time = trained((2, 3))  # the batch is
 
 
 def given() -> tuple[Any, Any]:
@@ -48,21 +57,6 @@ def test_numbers_are_those_of_one_device(options: Any) -> None:
     parallel = assert_as_on_one_device(step, weights, batch, **options)
     assert_trains(step, weights, batch)
     assert parallel.plan(weights, batch).microbatches == options.get("microbatches", 1)
-
-
-def by_time(weights: Any, batch: Any) -> Any:
-    """The batch is the second dim, and the mapped one."""
-
-    def loss(weights: Any) -> Any:
-        def example(x: Any) -> Any:
-            x = lax.conv_general_dilated(x, weights["in"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            return jax.nn.relu(x)
-
-        x = jax.vmap(example, in_axes=1, out_axes=1)(batch["x"])
-        return jnp.mean((jnp.mean(x, (2, 3)) @ weights["out"] - batch["y"]) ** 2)
-
-    value, gradients = mw.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients), value
 
 
 def given_by_time() -> tuple[Any, Any]:

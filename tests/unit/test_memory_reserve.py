@@ -86,6 +86,14 @@ def test_what_was_counted_in_vain_may_be_counted_beyond_what_there_is():
     assert missed.limit_of_rank(8, 1, USABLE) >= USABLE
 
 
+def test_a_rank_that_fits_with_nothing_counted_in_vain_may_still_count_all():
+    missed = MissedMemory(1.04)
+    missed.learn(8, [12e9], [13e9], [USABLE], [False])
+    assert missed.limit_of_rank(8, 0, USABLE) == USABLE
+    missed.learn(8, [15.5e9], [15.9e9], [USABLE], [False])
+    assert missed.limit_of_rank(8, 0, USABLE) < 15.5e9, "or the same plan is found again"
+
+
 def test_a_plan_that_is_too_large_counts_for_more_than_one_that_fits():
     missed, most = MissedMemory(1.04), USABLE / 1.04
     missed.learn(8, [15e9], [12e9], [USABLE], [False])

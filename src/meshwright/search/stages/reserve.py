@@ -133,9 +133,10 @@ class MissedMemory:
           rank: its number.
           usable_bytes: of a device.
         """
-        missed = self._of(microbatches, [one for one in self._seen if one.rank == rank])
+        seen = [one for one in self._seen if one.rank == rank]
+        missed = self._of(microbatches, seen)
         limit = usable_bytes if missed is None else usable_bytes / self._margin - missed
-        return max(limit, usable_bytes if missed is None or missed < 0 else 1.0)
+        return max(limit, usable_bytes if all(one.fits for one in seen) else 1.0)
 
     def _of(self, microbatches: int, seen: Sequence[_WrittenOut]) -> float | None:
         """The reserve by what was seen; None by nothing."""
